@@ -1,0 +1,164 @@
+"""Every stage by a Triton kernel: `impl="triton"`. Launches only; nothing here waits for the device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from locks.certificate import always_pages
+from locks.format import SummaryFormat
+from locks.kernels import attend as attend_op
+from locks.kernels import certify as certify_op
+from locks.kernels import cover as cover_op
+from locks.kernels import logits as logits_op
+from locks.kernels import score as score_op
+from locks.kernels import select as select_op
+from locks.kernels import summarize as summarize_op
+from locks.pages import budget_pages
+from locks.types import Attended, Certificate, PageList, PageMass
+
+
+def summarize(
+    k_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    *,
+    start: Tensor | None,
+    max_new_pages: int | None,
+    out: Tensor,
+) -> Tensor:
+    """Writes the record of every page whose last slot lies in [start, seq_len) of its row."""
+    return summarize_op.summarize(
+        k_cache, block_table, seq_lens, fmt, start=start, max_new_pages=max_new_pages, out=out
+    )
+
+
+def page_logits(
+    q: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    *,
+    scale: float,
+) -> Tensor:
+    """Estimated logits of every token of every scored page, [B, Hq, N, P], -inf elsewhere."""
+    return logits_op.logits(q, records, block_table, seq_lens, fmt, scale=scale)
+
+
+def page_mass(
+    q: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    *,
+    scale: float,
+    window_pages: int,
+) -> PageMass:
+    """Estimated log-mass of every scored page and its total over the candidates."""
+    return PageMass(
+        *score_op.score(q, records, block_table, seq_lens, fmt, scale=scale, window_pages=window_pages)
+    )
+
+
+def page_share(mass: PageMass, num_kv_heads: int) -> Tensor:
+    """sum over the group's heads of exp(S_g - L_g), [B, Hkv, N]."""
+    return select_op.share(mass.log_mass, mass.total, num_kv_heads)
+
+
+def select_pages(share: Tensor, seq_lens: Tensor, *, page: int, budget: int, window_pages: int) -> PageList:
+    """First page, newest pages and the candidates of greatest share, ascending, ties to the lower page."""
+    pages = budget_pages(budget, page, window_pages)
+    return PageList(*select_op.select(share, seq_lens, page=page, pages=pages, window_pages=window_pages))
+
+
+def sparse_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    pages: PageList,
+    *,
+    page: int,
+    scale: float,
+) -> Attended:
+    """softmax(scale * q K^T) V over the tokens of the listed pages."""
+    return Attended(
+        *attend_op.attend(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            pages.page_ids,
+            pages.counts,
+            page=page,
+            scale=scale,
+        )
+    )
+
+
+def certify(
+    q: Tensor,
+    k_cache: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    log_mass: Tensor,
+    pages: PageList,
+    lse: Tensor,
+    *,
+    scale: float,
+) -> Certificate:
+    """The certificate of an attended list: see `locks.certificate`."""
+    share, error, _, _ = certify_op.certify(
+        q, k_cache, records, block_table, seq_lens, fmt, log_mass, *pages, lse, scale=scale
+    )
+    return Certificate(share, error)
+
+
+def cover_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    mass: PageMass,
+    share: Tensor,
+    pages: PageList,
+    *,
+    coverage: float,
+    certified: bool,
+    scale: float,
+    window_pages: int,
+) -> PageList:
+    """The least of `pages` that reach a coverage: those always kept, the greatest shares; all if none do."""
+    always = always_pages(seq_lens, fmt.page, share.shape[-1], window_pages, share.shape[1])
+    low = sparse_attention(q, k_cache, v_cache, block_table, seq_lens, always, page=fmt.page, scale=scale).lse
+    upper = None
+    if certified:
+        _, _, low, upper = certify_op.certify(
+            q, k_cache, records, block_table, seq_lens, fmt, mass.log_mass, *pages, low, scale=scale
+        )
+    listed = cover_op.cover(
+        q,
+        records,
+        block_table,
+        seq_lens,
+        fmt,
+        share,
+        mass.log_mass,
+        mass.total,
+        *pages,
+        low,
+        upper,
+        coverage=coverage,
+        scale=scale,
+        window_pages=window_pages,
+    )
+    return PageList(*listed)

@@ -1,0 +1,180 @@
+(** Selection by the threshold that [radix.v] finds returns exactly the top M, ties going to the lower page.
+
+    The pages are the positions 0 .. N-1 of the list [s] of their keys. *)
+From mathcomp Require Import all_ssreflect.
+From Locks Require Import radix.
+Set Implicit Arguments.
+Unset Strict Implicit.
+Unset Printing Implicit Defensive.
+
+Implicit Types (s : seq nat) (b n M c tau i j : nat).
+
+(** * The specification *)
+
+Definition key s i := nth 0 s i.
+
+(** Page i comes before page j: the larger key, or the lower page where keys are equal. *)
+Definition before s i j := (key s j < key s i) || ((key s i == key s j) && (i <= j)).
+
+(** The first M pages of the list sorted by (key descending, page ascending). *)
+Definition top M s := take M (sort (before s) (iota 0 (size s))).
+
+(** * The algorithm *)
+
+(** Page i is kept when its key is above the threshold, or equal to it and among the first [c] that are. *)
+Definition keeps tau c s i :=
+  (tau < key s i) || ((key s i == tau) && (count_mem tau (take i s) < c)).
+
+(** The page list that the kernel writes, pages ascending. *)
+Definition select b n M s : seq nat :=
+  if size s <= M then iota 0 (size s)
+  else [seq i <- iota 0 (size s) | keeps (radix b n M s) (need b n M s) s i].
+
+(** * The kept pages *)
+
+Section Kept.
+Variables (s : seq nat) (tau M : nat).
+
+(** Ties are counted along the list: as many as are wanting are kept, if there are so many. *)
+Lemma count_first_ties c :
+  count (fun i => (key s i == tau) && (count_mem tau (take i s) < c)) (iota 0 (size s)) =
+  minn c (count_mem tau s).
+Proof.
+elim/last_ind: s => [|r x IH]; first by rewrite minn0.
+rewrite size_rcons -addn1 iotaD count_cat /= add0n addn0.
+rewrite (eq_in_count (a2 := fun i => (key r i == tau) && (count_mem tau (take i r) < c))); last first.
+  move=> i; rewrite mem_iota /= add0n => ir.
+  by rewrite /key nth_rcons ir -cats1 takel_cat // ltnW.
+rewrite IH /key nth_rcons ltnn eqxx -cats1 take_size_cat // count_cat /= addn0.
+case: (x == tau); rewrite ?addn0 //= addn1.
+case: (ltnP (count_mem tau r) c) => [lt|ge] /=; rewrite ?addn1 ?addn0.
+  by rewrite !(minn_idPr _) // ltnW.
+by rewrite !(minn_idPl _) // ltnW.
+Qed.
+
+Hypotheses (enough : M <= count_ge tau s) (few : count_gt tau s <= M).
+
+Let kept := [seq i <- iota 0 (size s) | keeps tau (M - count_gt tau s) s i].
+
+Lemma size_kept : size kept = M.
+Proof.
+pose above i := tau < key s i.
+pose tied i := (key s i == tau) && (count_mem tau (take i s) < M - count_gt tau s).
+have apart : count (predI above tied) (iota 0 (size s)) = 0.
+  rewrite (eq_count (a2 := pred0)) ?count_pred0 // => i.
+  by rewrite /= /above /tied; case: (ltngtP tau (key s i)).
+have above_count : count above (iota 0 (size s)) = count_gt tau s.
+  by rewrite -[in RHS](mkseq_nth 0 s) /count_gt count_map.
+rewrite size_filter -[LHS]addn0 -[X in _ + X = _]apart (count_predUI above tied) above_count count_first_ties.
+by rewrite (minn_idPl _) ?subnKC // leq_subLR -count_ge_split.
+Qed.
+
+(** Each kept page comes before each page that is not kept. *)
+Lemma kept_before i j :
+  i \in kept -> j < size s -> j \notin kept -> before s i j.
+Proof.
+rewrite !mem_filter !mem_iota !add0n /= => /andP[ki _] js; rewrite js andbT /keeps => nkj.
+move: ki nkj; rewrite /before /keeps; case: (ltngtP tau (key s j)) => //= [lt_j|eq_j].
+  case: (ltngtP tau (key s i)) => //= [lt_i _ _ | <- _ _]; last by rewrite lt_j.
+  by rewrite (ltn_trans lt_j lt_i).
+rewrite -eq_j -leqNgt; case: (ltngtP tau (key s i)) => //= _ first_i late_j.
+rewrite leqNgt; apply/negP => ji.
+have : count_mem tau (take j s) <= count_mem tau (take i s).
+  by rewrite -(subnKC (ltnW ji)) takeD count_cat leq_addr.
+by rewrite leqNgt (leq_trans first_i).
+Qed.
+
+End Kept.
+
+(** * Equality with the specification *)
+
+Lemma before_total s : total (before s).
+Proof. by move=> i j; rewrite /before; case: (ltngtP (key s i) (key s j)) => //= _; apply: leq_total. Qed.
+
+Lemma before_trans s : transitive (before s).
+Proof.
+move=> j i k; rewrite /before.
+case: (ltngtP (key s j) (key s i)) => [ji _|//|<-] /=.
+  case: (ltngtP (key s k) (key s j)) => //= [kj _ | -> _]; last by rewrite ji.
+  by rewrite (ltn_trans kj ji).
+by case: (ltngtP (key s k) (key s j)) => //= _; apply: leq_trans.
+Qed.
+
+Lemma before_anti s : antisymmetric (before s).
+Proof.
+move=> i j; rewrite /before; case: (ltngtP (key s i) (key s j)) => //= _.
+by rewrite -eqn_leq => /eqP.
+Qed.
+
+Lemma top_uniq M s : uniq (top M s).
+Proof. by rewrite take_uniq // sort_uniq iota_uniq. Qed.
+
+Lemma size_top M s : size (top M s) = minn M (size s).
+Proof. by rewrite size_take size_sort size_iota /minn; case: ltngtP. Qed.
+
+(** Each page of the specification comes before each page outside it. *)
+Lemma top_before M s i j : i \in top M s -> j < size s -> j \notin top M s -> before s i j.
+Proof.
+move=> it js jt; have j_sorted : j \in sort (before s) (iota 0 (size s)).
+  by rewrite mem_sort mem_iota.
+have : pairwise (before s) (sort (before s) (iota 0 (size s))).
+  rewrite -sorted_pairwise; last exact: before_trans.
+  by apply: sort_sorted; apply: before_total.
+rewrite -[sort _ _](cat_take_drop M) pairwise_cat => /and3P[/allrelP cross _ _].
+apply: cross => //; move: j_sorted.
+by rewrite -{1}[sort _ _](cat_take_drop M) mem_cat -/(top M s) (negbTE jt).
+Qed.
+
+(** A set of pages of the right size, each of which comes before each page outside, is the top. *)
+Lemma top_unique M s (l : seq nat) :
+  uniq l -> {subset l <= iota 0 (size s)} -> size l = minn M (size s) ->
+  (forall i j, i \in l -> j < size s -> j \notin l -> before s i j) ->
+  l =i top M s.
+Proof.
+move=> l_uniq l_sub l_size l_before.
+suff sub : {subset l <= top M s}.
+  by have [] := uniq_min_size l_uniq sub; rewrite l_size size_top.
+move=> i il; apply/negPn/negP => it.
+have i_lt : i < size s by have := l_sub i il; rewrite mem_iota.
+have [j jt jl] : exists2 j, j \in top M s & j \notin l.
+  apply/allPn; apply: contra it => /allP top_sub.
+  by have [|_ ->] := uniq_min_size (top_uniq M s) top_sub; rewrite ?l_size ?size_top.
+have j_lt : j < size s by have := mem_take jt; rewrite mem_sort mem_iota.
+have := l_before i j il j_lt jl; have := top_before jt i_lt it.
+by move=> ji ij; have eq_ij := @before_anti s i j; rewrite eq_ij ?ij // jt in it.
+Qed.
+
+(** For keys of n digits to the base b: the pages are listed in ascending order, there are min(M, N) of
+    them, they are the top M of the specification, and each kept page comes before each that is not. *)
+Theorem select_top b n M s :
+  0 < b -> all (fun x => x < b ^ n) s ->
+  let kept := select b n M s in
+  [/\ sorted ltn kept,
+      size kept = minn M (size s),
+      perm_eq kept (top M s)
+    & forall i j, i \in kept -> j < size s -> j \notin kept ->
+        (key s j < key s i) || ((key s i == key s j) && (i < j))].
+Proof.
+move=> b0 below kept.
+have kept_sorted : sorted ltn kept.
+  rewrite /kept /select; case: ifP => _; first exact: iota_ltn_sorted.
+  by apply: (sorted_filter ltn_trans); apply: iota_ltn_sorted.
+have kept_uniq : uniq kept by apply: sorted_uniq kept_sorted; [apply: ltn_trans | apply: ltnn].
+have kept_sub : {subset kept <= iota 0 (size s)}.
+  by move=> i; rewrite /kept /select; case: ifP => // _; rewrite mem_filter => /andP[].
+have [kept_size kept_bef] : size kept = minn M (size s) /\
+    forall i j, i \in kept -> j < size s -> j \notin kept -> before s i j.
+  rewrite /kept /select needE //; case: (leqP (size s) M) => [all_kept | some_left].
+    by rewrite size_iota; split=> // i j _ js; rewrite mem_iota /= js.
+  have [enough few] := radix_threshold b0 below (ltnW some_left).
+  have few' := leq_trans few (leq_pred M).
+  by rewrite size_kept //; split=> // i j; apply: kept_before.
+split=> // [|i j ik js jk].
+  by apply: uniq_perm => //; [apply: top_uniq | apply: top_unique].
+have ij : i != j by apply: contraNneq jk => <-.
+by have := kept_bef i j ik js jk; rewrite /before [i <= j]leq_eqVlt (negbTE ij).
+Qed.
+
+(** A case to look at: five keys of two binary digits with a tie at the threshold. *)
+Example select_example : select 2 2 3 [:: 1; 3; 2; 2; 2] = [:: 1; 2; 3].
+Proof. by []. Qed.

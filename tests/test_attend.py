@@ -1,0 +1,298 @@
+"""Attention over listed pages, against the reference in float64: any list, any storage, nothing else read."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from locks import PageList, reference, sparse_attention
+from locks.kernels import attend as attend_op
+from locks.kernels.config import KernelConfig
+from tests.helpers import (
+    DEVICE,
+    DTYPES,
+    GROUPS,
+    HEAD_DIMS,
+    IMPLS,
+    LAYOUTS,
+    Cache,
+    Case,
+    assert_close_as_torch,
+    cases,
+    examples,
+    generator,
+    ids,
+    normal,
+    paged_cache,
+)
+
+by_impl = pytest.mark.parametrize("impl", IMPLS)
+
+
+def page_list(*lists: list[list[int]], room: int | None = None, tail: int = -1) -> PageList:
+    """lists[b][h]: the pages of row b and KV head h."""
+    room = room or max(1, *(len(pages) for row in lists for pages in row))
+    table = [[pages + [tail] * (room - len(pages)) for pages in row] for row in lists]
+    return PageList(ids(*table), ids(*[[len(pages) for pages in row] for row in lists]))
+
+
+def some_pages(cache: Cache, page: int, seed: int) -> PageList:
+    """A random ascending list for every row and head, of any length from none to all."""
+    gen, lists = generator(seed), []
+    for length in cache.seq_lens.tolist():
+        n = -(-length // page)
+        lists.append(
+            [
+                (torch.rand(n, generator=gen) < torch.rand((), generator=gen) + 0.1)
+                .nonzero()
+                .flatten()
+                .tolist()
+                for _ in range(cache.k.shape[1])
+            ]
+        )
+    return page_list(*lists)
+
+
+def assert_attention_is_the_references(
+    q: Tensor, cache: Cache, pages: PageList, impl: str, *, page: int, scale: float
+) -> None:
+    got = sparse_attention(q, *cache.args, pages, page=page, scale=scale, impl=impl)
+    plain = reference.sparse_attention(q, *cache.args, pages, page=page, scale=scale, dtype=q.dtype)
+    oracle = reference.sparse_attention(q, *cache.args, pages, page=page, scale=scale)
+    assert got.out.dtype == q.dtype
+    assert got.lse.dtype == torch.float32
+    values = cache.v[~cache.v.isnan()]
+    terms = float(values.abs().max()) if values.numel() else 0.0
+    assert_close_as_torch(got.out, plain.out, oracle.out, terms=terms / 4)
+    assert_close_as_torch(got.lse, plain.lse, oracle.lse, terms=8.0)
+
+
+@by_impl
+@given(case=cases(finite_only=True), seed=st.integers(0, 2**16))
+@examples(10)
+def test_attention_is_the_references(impl, case: Case, seed):
+    page = case.fmt.page
+    # float16 scores of a key 300 times larger overflow in plain PyTorch, which then is no measure.
+    scale = case.scale / (1000 if case.q.dtype == torch.float16 else 1)
+    assert_attention_is_the_references(
+        case.q, case.cache, some_pages(case.cache, page, seed), impl, page=page, scale=scale
+    )
+
+
+@by_impl
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("page", "block", "D", "Dv", "heads", "group", "dtype"),
+    [
+        (16, 16, 64, 128, 3, 5, torch.float32),
+        (16, 64, 80, 80, 2, 16, torch.float16),
+        (32, 64, 256, 96, 1, 3, torch.float32),
+        (64, 64, 112, 64, 2, 1, torch.float16),
+    ],
+)
+def test_attention_is_the_references_for_every_storage(impl, layout, page, block, D, Dv, heads, group, dtype):
+    cache = paged_cache(
+        [6 * page + 5, page - 3], page=page, block=block, D=D, Dv=Dv, heads=heads, dtype=dtype, layout=layout
+    )
+    q = normal(2, heads * group, D, seed=1, dtype=dtype)
+    assert_attention_is_the_references(q, cache, some_pages(cache, page, D), impl, page=page, scale=D**-0.5)
+
+
+@pytest.mark.gpu
+@by_impl
+@pytest.mark.parametrize("D", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_attention_is_the_references_for_every_dtype(impl, D, dtype):
+    """Each group size with some page and some storage: pairs, since each one is compiled."""
+    for i, group in enumerate(GROUPS):
+        page, layout = (16, 32, 64)[i % 3], LAYOUTS[i // 3]
+        cache = paged_cache([40 * page + 7, 17, 0], page=page, heads=2, D=D, dtype=dtype, layout=layout)
+        q = normal(3, 2 * group, D, seed=group, dtype=dtype)
+        assert_attention_is_the_references(
+            q, cache, some_pages(cache, page, D), impl, page=page, scale=D**-0.5
+        )
+
+
+@by_impl
+def test_attention_is_the_softmax_over_the_listed_tokens_by_hand(impl):
+    """Pages 1 and 3 of four, the last one of five tokens; scale given and by default."""
+    cache = paged_cache([53], heads=1, D=64)
+    q = normal(1, 2, 64, seed=1)
+    keys = reference.row_tokens(*cache.keys_args, 0)[0].double()
+    values = reference.row_tokens(cache.v, cache.block_table, cache.seq_lens, 0)[0].double()
+    tokens = [*range(16, 32), *range(48, 53)]
+    for scale, used in ((0.4, 0.4), (None, 0.125)):
+        got = sparse_attention(q, *cache.args, page_list([[1, 3]]), page=16, scale=scale, impl=impl)
+        logits = used * q[0].double() @ keys[tokens].T
+        torch.testing.assert_close(
+            got.out[0].double(), logits.softmax(-1) @ values[tokens], rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(got.lse[0].double(), logits.logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+@by_impl
+def test_a_row_without_pages_gives_zero_and_minus_infinity(impl):
+    """Of length 0, with an empty list, or with pages listed of a row that has no token."""
+    cache = paged_cache([0, 40, 0])
+    pages = page_list([[]], [[]], [[0, 1]])
+    out, lse = sparse_attention(normal(3, 2, 64, seed=1), *cache.args, pages, page=16, impl=impl)
+    assert not out.any()
+    assert (lse == -math.inf).all()
+
+
+@by_impl
+def test_entries_behind_the_count_are_not_read(impl):
+    """Whatever they hold: a page of the row, one far outside, a negative one."""
+    cache = paged_cache([100], heads=2)
+    q = normal(1, 4, 64, seed=1)
+    want = sparse_attention(q, *cache.args, page_list([[1, 4], [6]]), page=16, impl=impl)
+    for tail in (0, 5, 2**27 - 1, -(2**27)):
+        got = sparse_attention(
+            q, *cache.args, page_list([[1, 4], [6]], room=5, tail=tail), page=16, impl=impl
+        )
+        assert torch.equal(got.out, want.out)
+        assert torch.equal(got.lse, want.lse)
+
+
+@by_impl
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_nothing_but_the_listed_tokens_is_read(impl, poison):
+    """Other pages, slots behind the row's end and other rows' blocks may hold anything."""
+    cache = paged_cache([90, 50], heads=2)
+    q = normal(2, 4, 64, seed=1)
+    pages = page_list([[0, 3, 5], [2]], [[0, 1], [1, 3]])
+    want = sparse_attention(q, *cache.args, pages, page=16, impl=impl)
+    assert want.out.isfinite().all()
+    keep = torch.zeros(cache.k.shape[:3], dtype=torch.bool, device=DEVICE)
+    for b, rows in enumerate(pages.page_ids.tolist()):
+        for h, row in enumerate(rows):
+            for n in row:
+                if n >= 0:
+                    keep[cache.block_table[b, n], h, : max(0, min(16, int(cache.seq_lens[b]) - n * 16))] = (
+                        True
+                    )
+    cache.k[~keep] = poison
+    cache.v[~keep] = poison
+    got = sparse_attention(q, *cache.args, pages, page=16, impl=impl)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+@by_impl
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_non_finite_number_in_a_listed_page_reaches_its_own_heads_and_row_alone(impl, part):
+    cache = paged_cache([90, 50], heads=2)
+    q = normal(2, 4, 64, seed=1)
+    pages = page_list([[0, 3], [0, 3]], [[0, 1], [1, 3]])
+    want = sparse_attention(q, *cache.args, pages, page=16, impl=impl)
+    getattr(cache, part)[cache.block_table[0, 3], 1, 2, 9] = math.nan
+    got = sparse_attention(q, *cache.args, pages, page=16, impl=impl)
+    dense = reference.sparse_attention(q, *cache.args, pages, page=16, scale=0.125)
+    assert torch.equal(got.out.isnan(), dense.out.isnan())
+    assert got.out[0, 2:].isnan().any()
+    assert torch.equal(got.out[0, :2], want.out[0, :2])
+    assert torch.equal(got.out[1], want.out[1])
+
+
+@by_impl
+def test_scores_far_above_float32s_exponent_range_do_not_overflow(impl):
+    """Logits of thousands: one token takes all, and the lse is its logit."""
+    cache = paged_cache([64])
+    q = normal(1, 1, 64, seed=1) * 3000
+    logits = reference.row_tokens(*cache.keys_args, 0)[0] @ q[0, 0] / 8
+    best = int(logits.argmax())
+    assert logits[best] > 1000
+    got = sparse_attention(q, *cache.args, page_list([[0, 1, 2, 3]]), page=16, impl=impl)
+    value = cache.v[cache.block_table[0, best // 16], 0, best % 16]
+    torch.testing.assert_close(got.out[0, 0], value, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse[0, 0], logits[best], rtol=1e-6, atol=0)
+
+
+@by_impl
+def test_a_length_above_the_tables_room_counts_as_the_room(impl):
+    cache = paged_cache([64], extra_columns=0)
+    q, pages = normal(1, 2, 64, seed=1), page_list([[0, 2, 3]])
+    want = sparse_attention(q, *cache.args, pages, page=16, impl=impl)
+    got = sparse_attention(q, *cache.args[:3], ids(1000), pages, page=16, impl=impl)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+@by_impl
+def test_lengths_decide_the_tokens_not_the_list(impl):
+    """A page that lies behind the row's end, or partly so, gives what it has."""
+    cache = paged_cache([64])
+    q = normal(1, 1, 64, seed=1)
+    got = sparse_attention(q, *cache.args[:3], ids(33), page_list([[1, 2, 3]]), page=16, impl=impl)
+    keys = reference.row_tokens(*cache.keys_args, 0)[0, 16:33].double()
+    torch.testing.assert_close(
+        got.lse[0, 0].double(), (keys @ q[0, 0].double() / 8).logsumexp(-1), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("block_n", [1, 2, 4])
+def test_every_split_gives_the_same_attention(block_n):
+    """Up to 40 splits: more than one step of the merge; the second head's later splits are empty."""
+    cache = paged_cache([40 * 16 - 3], heads=2)
+    q = normal(1, 4, 64, seed=1)
+    pages = page_list([list(range(40)), [3, 4, 20]])
+    config = KernelConfig(block_n=block_n, num_warps=4)
+    out, lse = attend_op.attend(q, *cache.args, *pages, page=16, scale=0.3, config=config)
+    plain = reference.sparse_attention(q, *cache.args, pages, page=16, scale=0.3, dtype=torch.float32)
+    oracle = reference.sparse_attention(q, *cache.args, pages, page=16, scale=0.3)
+    assert_close_as_torch(out, plain.out, oracle.out, terms=1.0)
+    assert_close_as_torch(lse, plain.lse, oracle.lse, terms=8.0)
+
+
+@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+def test_default_split_is_128_tokens_and_half_of_it_for_wide_heads(page, width):
+    config = attend_op.default_config(page, width)
+    assert config.block_n * page == (128 if width <= 128 else 64)
+
+
+def test_attend_writes_into_the_outputs_it_is_given():
+    cache = paged_cache([60], heads=2)
+    q, pages = normal(1, 4, 64, seed=1), page_list([[0, 2], [1, 3]])
+    want = attend_op.attend(q, *cache.args, *pages, page=16, scale=0.3)
+    out = torch.zeros(1, 4, 96, device=DEVICE)[..., :64], torch.zeros(1, 4, device=DEVICE)
+    got = attend_op.attend(q, *cache.args, *pages, page=16, scale=0.3, out=out)
+    assert got[0] is out[0]
+    assert got[1] is out[1]
+    assert torch.equal(out[0], want[0])
+    assert torch.equal(out[1], want[1])
+
+
+@by_impl
+def test_a_row_attends_as_it_does_alone(impl):
+    """Bit for bit by the kernel: its splits are cut by list position alone, and empty ones add nothing."""
+    cache = paged_cache([400, 33, 0], heads=2)
+    q = normal(3, 4, 64, seed=1)
+    pages = some_pages(cache, 16, 5)
+    together = sparse_attention(q, *cache.args, pages, page=16, impl=impl)
+    tolerance = 0 if impl == "triton" else 1e-5
+    for b in range(3):
+        alone = sparse_attention(
+            q[b : b + 1], *cache.row(b).args, PageList(*(x[b : b + 1] for x in pages)), page=16, impl=impl
+        )
+        torch.testing.assert_close(alone.out[0], together.out[b], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(alone.lse[0], together.lse[b], rtol=tolerance, atol=tolerance)
+
+
+@by_impl
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_queries_and_lists_attend_as_contiguous_ones(impl, dtype):
+    cache = paged_cache([100], heads=2, dtype=dtype)
+    q, pages = normal(1, 4, 64, seed=1, dtype=dtype), page_list([[0, 2, 6], [1, 5]])
+    want = sparse_attention(q, *cache.args, pages, page=16, impl=impl)
+    wide = torch.cat([q, q + 1], -1)[..., :64]
+    lists = PageList(
+        torch.cat([pages.page_ids, pages.page_ids], -1)[..., :3], torch.cat([pages.counts] * 2, -1)[:, :2]
+    )
+    table = torch.cat([cache.block_table] * 2, -1)[:, : cache.block_table.shape[1]]
+    got = sparse_attention(wide, cache.k, cache.v, table, cache.seq_lens, lists, page=16, impl=impl)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)

@@ -11,10 +11,11 @@ from locks.api import (
     summarize,
 )
 from locks.format import SummaryFormat
-from locks.types import Attended, Decoded, Factors, PageList, PageMass, Record
+from locks.types import Attended, Certificate, Decoded, Factors, PageList, PageMass, Record
 
 __all__ = [
     "Attended",
+    "Certificate",
     "Decoded",
     "Factors",
     "PageList",

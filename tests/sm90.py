@@ -95,9 +95,9 @@ def capture() -> Iterator[list[Resources]]:
 
 
 def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resources]:
-    """Compiles summarize, score, logits, select and attend for bfloat16 caches of that shape."""
+    """Compiles every stage for bfloat16 caches of that shape."""
     from locks import SummaryFormat
-    from locks.kernels import attend, logits, score, select, summarize
+    from locks.kernels import attend, certify, cover, logits, score, select, summarize
 
     fmt, per_block, heads = SummaryFormat(page, rank), 4, 4
     cache = torch.zeros(8, heads, per_block * page, head_dim, dtype=torch.bfloat16)
@@ -113,7 +113,22 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
         logits.logits(q, records, table, lengths, fmt, scale=0.1)
         share = select.share(log_mass, total, heads)
         ids, counts = select.select(share, lengths, page=page, pages=16, window_pages=2)
-        attend.attend(q, cache, cache, table, lengths, ids, counts, page=page, scale=0.1)
+        _, lse = attend.attend(q, cache, cache, table, lengths, ids, counts, page=page, scale=0.1)
+        of_records = (q, records, table, lengths, fmt)
+        *_, low, upper = certify.certify(q, cache, *of_records[1:], log_mass, ids, counts, lse, scale=0.1)
+        cover.cover(
+            *of_records,
+            share,
+            log_mass,
+            total,
+            ids,
+            counts,
+            low,
+            upper,
+            coverage=0.9,
+            scale=0.1,
+            window_pages=2,
+        )
     return done
 
 

@@ -20,6 +20,9 @@ KERNELS = {
     "select_kernel",
     "attend_kernel",
     "merge_kernel",
+    "unread_kernel",
+    "bound_kernel",
+    "cover_kernel",
 }
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from locks import SummaryFormat
 
@@ -33,34 +32,31 @@ def records() -> str:
     return _table(header, rows)
 
 
-def needles() -> str:
-    """Digits right by selector and budget."""
-    result = json.loads((ROOT / "bench/results/needles.json").read_text())
-    cells: dict[str, dict[int, dict[str, Any]]] = {}
-    dense = None
-    for row in result["rows"]:
-        if row["budget"] is None:
-            dense = row
-        else:
-            cells.setdefault(f"{row['selector']} {row['format']}".strip(), {})[row["budget"]] = row
-    assert dense is not None
-    budgets = sorted({budget for row in cells.values() for budget in row})
-    rows = []
-    for name, found in cells.items():
-        line = [name]
-        for budget in budgets:
-            low, high = found[budget]["digits_right_95"]
-            line.append(f"{found[budget]['digits_right']:.3f} ({low:.2f}-{high:.2f})")
-        rows.append(line + [f"{found[budget]['kl']:.3f}" for budget in budgets])
-    header = ["selector", *(f"{b} tokens" for b in budgets), *(f"KL at {b}" for b in budgets)]
+def demo() -> str:
+    """The demo's rows."""
+    result = json.loads((ROOT / "bench/results/demo.json").read_text())
+    rows = [
+        [
+            row["selector"],
+            f"{row['digits_right']} of {row['digits_total']}",
+            f"{row['kl']:.3f}",
+            f"{100 * row['resident_share']:.1f} %",
+            f"{100 * row['bytes_per_step'] / row['dense_bytes_per_step']:.1f} %",
+        ]
+        for row in result["rows"]
+    ]
+    header = ["answer", "digits right", "KL to dense, nats", "resident, of K+V", "read a step, of dense"]
+    settings = result["settings"]
+    command = f"make demo SEED={settings['seed']} TOKENS={settings['tokens']} BUDGET={settings['budget']}"
     note = (
-        f"Dense: {dense['digits_right']:.3f}. {dense['questions']} questions of four digits, 95 % bootstrap intervals; "
-        f"`bench/results/needles.json`, by `{result['command']}` on {result['device']['name']}, {result['dtype']}."
+        f"{settings['model']}, {result['context_tokens']} tokens, {settings['budget']} attended to by each KV head, "
+        f"all layers sparse; `bench/results/demo.json`, by `{command}` "
+        f"on two CPU cores ({result['seconds']['total']:.0f} s)."
     )
     return _table(header, rows) + "\n\n" + note
 
 
-TABLES = {"records": records, "needles": needles}
+TABLES = {"records": records, "demo": demo}
 
 
 def render(text: str) -> str:

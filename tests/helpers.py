@@ -25,6 +25,9 @@ PAIRS = tuple(zip(GROUPS, (*HEAD_DIMS, 64, 128), strict=True))
 PATTERNS = ("normal", "constant", "zeros", "low_rank", "huge", "nan", "inf")
 LAYOUTS = ("plain", "halves", "token_major")
 
+# Keys of rank 2 are known almost exactly in this format, so that something is certain of them.
+SHARP = SummaryFormat(16, 4, 16, 16, 16)
+
 
 def examples(count: int) -> settings:
     """Few examples: a launch is slow in the interpreter, and on a GPU every new shape is compiled."""
@@ -138,6 +141,18 @@ def records_of(cache: Cache, fmt: SummaryFormat) -> Tensor:
     """The reference's records; those that no page owns are full of nan."""
     out = api.allocate_records(cache.k, fmt).fill_(0xFF)
     return reference.summarize(*cache.keys_args, fmt, out=out)
+
+
+def decode_args(q: Tensor, cache: Cache, fmt: SummaryFormat) -> tuple[Any, ...]:
+    """What `decode` takes, with the reference's records."""
+    return q, cache.k, cache.v, records_of(cache, fmt), *cache.keys_args[1:], fmt
+
+
+def true_share(q: Tensor, cache: Cache, pages: PageList, page: int, scale: float) -> Tensor:
+    """Share of the mass that the pages hold, the least of each group's heads, [B, Hkv] float64."""
+    dense = reference.dense_attention(q, *cache.args, scale=scale).lse
+    kept = reference.sparse_attention(q, *cache.args, pages, page=page, scale=scale).lse
+    return (kept - dense).exp().unflatten(1, (cache.k.shape[1], -1)).amin(2)
 
 
 def edge_lengths(page: int) -> st.SearchStrategy[int]:

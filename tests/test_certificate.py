@@ -26,22 +26,22 @@ from locks.types import Certificate
 from tests.helpers import (
     DEVICE,
     IMPLS,
+    SHARP,
     Cache,
-    Case,
     assert_same_pages,
     cases,
+    decode_args,
     examples,
     generator,
     listed,
     normal,
     paged_cache,
     records_of,
+    true_share,
 )
 
 by_impl = pytest.mark.parametrize("impl", IMPLS)
 FINITE = ("normal", "constant", "zeros", "low_rank", "huge")
-# Keys of rank 2 are known almost exactly, so a certificate says something.
-SHARP = SummaryFormat(16, 4, 16, 16, 16)
 
 
 def formats() -> Iterator[SummaryFormat]:
@@ -186,13 +186,6 @@ def test_a_million_exact_masses_lie_in_the_intervals_of_kernels(kind, dtype):
     assert pairs >= 10**6
 
 
-def true_share(q: Tensor, cache: Cache, got: Decoded, page: int, scale: float) -> Tensor:
-    """Share of the mass that the pages hold, the least of each group's heads, [B, Hkv] float64."""
-    dense = reference.dense_attention(q, *cache.args, scale=scale).lse
-    kept = reference.sparse_attention(q, *cache.args, got.pages, page=page, scale=scale).lse
-    return (kept - dense).exp().unflatten(1, (cache.k.shape[1], -1)).amin(2)
-
-
 def assert_certificate_holds(q: Tensor, cache: Cache, got: Decoded, page: int, scale: float) -> Tensor:
     """No bound is crossed; returns which rows and heads keep all of their pages, [B, Hkv] bool."""
     proof, heads = got.certificate, cache.k.shape[1]
@@ -205,7 +198,7 @@ def assert_certificate_holds(q: Tensor, cache: Cache, got: Decoded, page: int, s
     part = ~whole
     assert (proof.share[part] < 1).all()
     assert (proof.share[part] >= 0).all()
-    assert (proof.share.double() <= true_share(q, cache, got, page, scale))[part].all()
+    assert (proof.share.double() <= true_share(q, cache, got.pages, page, scale))[part].all()
     dense = reference.dense_attention(q, *cache.args, scale=scale).out
     error = (got.out.double() - dense).unflatten(1, (heads, -1))
     for b in range(len(q)):
@@ -217,12 +210,6 @@ def assert_certificate_holds(q: Tensor, cache: Cache, got: Decoded, page: int, s
     return whole
 
 
-def arguments(case: Case) -> tuple[Any, ...]:
-    """What decode takes."""
-    cache = case.cache
-    return case.q, cache.k, cache.v, records_of(cache, case.fmt), *cache.keys_args[1:], case.fmt
-
-
 @by_impl
 @given(
     case=cases(patterns=FINITE),
@@ -232,7 +219,7 @@ def arguments(case: Case) -> tuple[Any, ...]:
 @examples(12)
 def test_no_bound_is_crossed(impl, case, places, mode):
     got = decode(
-        *arguments(case),
+        *decode_args(case.q, case.cache, case.fmt),
         budget=(1 + case.window_pages + places) * case.fmt.page,
         scale=case.scale,
         window_pages=case.window_pages,
@@ -250,11 +237,11 @@ def test_no_bound_is_crossed_where_it_says_much(impl, dtype, strength):
     """Sharp records: shares from nothing to all but 2**-23, and logits of up to thousands."""
     cache = paged_cache([420, 333], heads=2, dtype=dtype, pattern="low_rank")
     q = strength * normal(2, 6, 64, seed=3, dtype=dtype)
-    args = (q, cache.k, cache.v, records_of(cache, SHARP), *cache.keys_args[1:], SHARP)
+    args = decode_args(q, cache, SHARP)
     got = decode(*args, budget=160, certificate=True, impl=impl)
     assert got.certificate is not None
     assert not assert_certificate_holds(q, cache, got, 16, 0.125).any()
-    truth = true_share(q, cache, got, 16, 0.125)
+    truth = true_share(q, cache, got.pages, 16, 0.125)
     odds = truth / (1 - truth)
     bound = got.certificate.share.double() / (1 - got.certificate.share.double())
     # What is lost is at most doubled by rounding and residual where logits are tens.
@@ -266,7 +253,7 @@ def test_no_bound_is_crossed_where_it_says_much(impl, dtype, strength):
 def test_a_certificate_is_the_references_less_rounding(impl):
     cache = paged_cache([420, 333, 0, 7, 64], heads=2, pattern="low_rank")
     q = 2 * normal(5, 6, 64, seed=3)
-    args = (q, cache.k, cache.v, records_of(cache, SHARP), *cache.keys_args[1:], SHARP)
+    args = decode_args(q, cache, SHARP)
     got = decode(*args, budget=160, certificate=True, impl=impl)
     want = reference.decode(*args, budget=160, scale=0.125, certificate=True)
     assert got.certificate is not None
@@ -407,14 +394,7 @@ def test_nothing_is_certified_for_no_rows_and_for_a_table_without_columns(impl):
 
 def test_no_certificate_is_made_unless_asked_for():
     cache = paged_cache([200])
-    args = (
-        normal(1, 2, 64, seed=1),
-        cache.k,
-        cache.v,
-        records_of(cache, SHARP),
-        *cache.keys_args[1:],
-        SHARP,
-    )
+    args = decode_args(normal(1, 2, 64, seed=1), cache, SHARP)
     assert decode(*args, budget=48).certificate is None
     assert reference.decode(*args, budget=48, scale=0.125).certificate is None
 

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locks import (
-    Decoded,
     PageMass,
-    SummaryFormat,
     api,
     decode,
     page_mass,
@@ -24,33 +22,20 @@ from locks import (
 from locks.certificate import MAX_COVER_PAGES, always_pages
 from tests.helpers import (
     IMPLS,
-    Cache,
+    SHARP,
     Case,
     assert_same_pages,
     cases,
+    decode_args,
     examples,
     listed,
     normal,
     paged_cache,
     records_of,
+    true_share,
 )
 
 by_impl = pytest.mark.parametrize("impl", IMPLS)
-# Keys of rank 2 are known almost exactly, so something is certain of them.
-SHARP = SummaryFormat(16, 4, 16, 16, 16)
-
-
-def true_share(q: Tensor, cache: Cache, got: Decoded, page: int, scale: float) -> Tensor:
-    """Share of the mass that the pages hold, the least of each group's heads, [B, Hkv] float64."""
-    dense = reference.dense_attention(q, *cache.args, scale=scale).lse
-    kept = reference.sparse_attention(q, *cache.args, got.pages, page=page, scale=scale).lse
-    return (kept - dense).exp().unflatten(1, (cache.k.shape[1], -1)).amin(2)
-
-
-def arguments(case: Case) -> tuple[Any, ...]:
-    """What decode takes."""
-    cache = case.cache
-    return case.q, cache.k, cache.v, records_of(cache, case.fmt), *cache.keys_args[1:], case.fmt
 
 
 def lists(case: Case, impl: str, places: int) -> tuple[Any, Any, Any]:
@@ -80,7 +65,7 @@ def lists(case: Case, impl: str, places: int) -> tuple[Any, Any, Any]:
 def test_coverage_keeps_the_references_pages_given_equal_scores(impl, case, places, coverage, certified):
     mass, share, pages = lists(case, impl, places)
     work = api._load(impl)
-    args = arguments(case)
+    args = decode_args(case.q, case.cache, case.fmt)
     options: dict[str, Any] = {
         "coverage": coverage,
         "certified": certified,
@@ -100,7 +85,7 @@ def test_coverage_keeps_the_references_pages_where_it_cuts(impl, mode, strength)
     """From the first page to the cap, and heads of a group that need different numbers."""
     cache = paged_cache([900, 420, 0, 7, 33], heads=2, pattern="low_rank", block=32, layout="halves")
     q = strength * normal(5, 6, 64, seed=3)
-    args = (q, cache.k, cache.v, records_of(cache, SHARP), *cache.keys_args[1:], SHARP)
+    args = decode_args(q, cache, SHARP)
     seen = set()
     for wanted in (0.02, 0.4, 0.8, 0.95):
         options: dict[str, Any] = {"budget": 320, "window_pages": 2, mode: wanted}
@@ -168,12 +153,12 @@ def test_equal_shares_are_kept_from_the_lower_page_on(impl):
 def test_a_certified_coverage_is_reached_in_truth(impl):
     cache = paged_cache([900, 420], heads=2, pattern="low_rank")
     q = 3 * normal(2, 6, 64, seed=3)
-    args = (q, cache.k, cache.v, records_of(cache, SHARP), *cache.keys_args[1:], SHARP)
+    args = decode_args(q, cache, SHARP)
     for wanted in (0.3, 0.9, 0.99):
         got = decode(*args, budget=640, coverage_certified=wanted, certificate=True, impl=impl)
         reached = got.pages.counts < 40
         assert reached.any()
-        assert (true_share(q, cache, got, 16, 0.125) >= wanted)[reached].all()
+        assert (true_share(q, cache, got.pages, 16, 0.125) >= wanted)[reached].all()
         assert got.certificate is not None
         assert (got.certificate.share >= 0.99 * wanted)[reached].all()
 
@@ -181,7 +166,7 @@ def test_a_certified_coverage_is_reached_in_truth(impl):
 @by_impl
 def test_at_the_cap_the_list_is_the_plain_one(impl):
     cache = paged_cache([900, 100], heads=2)
-    args = (normal(2, 4, 64, seed=3), cache.k, cache.v, records_of(cache, SHARP), *cache.keys_args[1:], SHARP)
+    args = decode_args(normal(2, 4, 64, seed=3), cache, SHARP)
     plain = decode(*args, budget=80, impl=impl)
     modes: tuple[dict[str, Any], ...] = ({"coverage": 0.9999}, {"coverage_certified": 0.9999})
     for mode in modes:
@@ -221,13 +206,6 @@ def test_at_the_cap_the_list_is_the_plain_one(impl):
 )
 def test_what_is_not_possible_is_refused_by_name(options, error, message):
     cache = paged_cache([200])
-    args = (
-        normal(1, 2, 64, seed=1),
-        cache.k,
-        cache.v,
-        records_of(cache, SHARP),
-        *cache.keys_args[1:],
-        SHARP,
-    )
+    args = decode_args(normal(1, 2, 64, seed=1), cache, SHARP)
     with pytest.raises(error, match=f"^{message}"):
         decode(*args, **{"budget": 48, **options})

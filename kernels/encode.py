@@ -1,13 +1,16 @@
 """Device helpers: chunks of keys, and the packed record of pages whose directions are known.
 
 A chunk of the D axis is W elements of its first half and the W that lie half an axis later: 4-bit codes pair
-them in one byte. The arithmetic and the bytes are those of `locks.format.encode`.
+them in one byte, and a rotation mixes them with each other and with nothing else. The arithmetic and the bytes are
+those of `locks.format.encode`.
 """
 
 import triton
 import triton.language as tl
 
 from locks.format import BF16_MAX, ROUNDING
+
+from .records import hadamard
 
 _BF16_MAX = tl.constexpr(BF16_MAX)
 _ROUNDING = tl.constexpr(ROUNDING)
@@ -25,6 +28,16 @@ def load_keys(token_ptr, mask_n, c, D: tl.constexpr, W: tl.constexpr):
     """Chunk c of the keys at token_ptr [BLOCK_N, P, 1], [BLOCK_N, P, 2 W] float32, 0 for masked pages."""
     at = token_ptr + chunk_axis(c, D, W)[None, None, :]
     return tl.load(at, mask=mask_n[:, None, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotate(x, W: tl.constexpr):
+    """x [BLOCK_N, ROWS, 2 W], a chunk of rows, rotated.
+
+    What is short beside other rows is rotated after it was told apart from them, by the mean's subtraction or by
+    `project`: a sum rounds at the size of its terms.
+    """
+    return hadamard(x, 2, 2 * W) * ((2 * W) ** -0.5)
 
 
 @triton.jit
@@ -173,8 +186,8 @@ def write_record(
         turn: [BLOCK_N, P, P] as `project` takes it.
         pick: [BLOCK_N, R, P] as `project` takes it.
         norm: [BLOCK_N, R] length of each projected row, 0 for one that is no direction.
-        peak: [BLOCK_N, R] largest entry of each projected row.
-        mean_peak: [BLOCK_N] largest entry of the mean, in normalised keys.
+        peak: [BLOCK_N, R] largest entry of each projected row, rotated.
+        mean_peak: [BLOCK_N] largest entry of the mean, rotated, in normalised keys.
         P: tokens of a page.
         R: rank.
         D: key width.
@@ -185,7 +198,7 @@ def write_record(
         COEF_AT: of the coefficients.
         SCALES_AT: of the numbers.
         NBYTES: size of a record, padding included.
-        W: half of a chunk of the D axis.
+        W: half of a chunk of the D axis, `locks.format.mixed(D)`.
         BLOCK_N: pages of the tile.
     """
     off_r = tl.arange(0, R)
@@ -199,14 +212,16 @@ def write_record(
     along = tl.zeros((BLOCK_N, P, R), tl.float32)
     for c in range(D // (2 * W)):
         keys = load_keys(token_ptr, mask_n, c, D, W) * reciprocal[:, None, None]
-        mean = page_mean(keys, P)
-        x = keys - mean[:, None, :]
-        mean_codes = to_codes(mean, mean_scale[:, None])
+        mean = page_mean(keys, P)[:, None, :]
+        x = keys - mean
+        # [BLOCK_N, 1, 2 W]
+        mean = rotate(mean, W)
+        mean_codes = to_codes(mean, mean_scale[:, None, None])
         store_vectors(
             rec_ptr,
             rec16_ptr,
             rec_base[:, None],
-            mean_codes.to(tl.int32)[:, None, :],
+            mean_codes.to(tl.int32),
             c,
             live,
             D,
@@ -216,12 +231,12 @@ def write_record(
             1,
         )
         # [BLOCK_N, R, 2 W]
-        basis = divide(project(turn, pick, x), norm[:, :, None])
+        basis = divide(rotate(project(turn, pick, x), W), norm[:, :, None])
         codes = to_codes(basis, step[:, :, None])
         store_vectors(
             rec_ptr, rec16_ptr, vector_at, codes.to(tl.int32), c, live, D, W, BASIS_BITS, BLOCK_N, R
         )
-        left = keys - (mean_codes * mean_scale[:, None])[:, None, :]
+        left = rotate(x, W) + (mean - mean_codes * mean_scale[:, None, None])
         turned = tl.permute(codes, (0, 2, 1))
         inner = tl.dot(codes, turned, inner, input_precision="ieee")
         along = tl.dot(left, turned, along, input_precision="ieee")
@@ -253,11 +268,13 @@ def write_record(
     left_square = tl.zeros((BLOCK_N, P), tl.float32)
     for c in range(D // (2 * W)):
         keys = load_keys(token_ptr, mask_n, c, D, W) * reciprocal[:, None, None]
-        mean = page_mean(keys, P)
-        x = keys - mean[:, None, :]
-        basis = divide(project(turn, pick, x), norm[:, :, None])
+        mean = page_mean(keys, P)[:, None, :]
+        x = keys - mean
+        basis = divide(rotate(project(turn, pick, x), W), norm[:, :, None])
         codes = to_codes(basis, step[:, :, None])
-        left = keys - (to_codes(mean, mean_scale[:, None]) * mean_scale[:, None])[:, None, :]
+        mean = rotate(mean, W)
+        mean -= to_codes(mean, mean_scale[:, None, None]) * mean_scale[:, None, None]
+        left = rotate(x, W) + mean
         for r in tl.static_range(R):
             vector = tl.sum(tl.where((off_r == r)[None, :, None], codes, 0.0), 1)
             coef = tl.sum(tl.where((off_r == r)[None, None, :], coefs, 0.0), 2)

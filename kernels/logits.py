@@ -39,6 +39,7 @@ def logits_kernel(
     BASIS_AT: tl.constexpr,
     COEF_AT: tl.constexpr,
     SCALES_AT: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -51,11 +52,14 @@ def logits_kernel(
     live = off_n < (length + P - 1) // P - 1
     off_g = tl.arange(0, BLOCK_G)
     off_t = tl.arange(0, P // 2)
-    q_first, q_second, _ = load_query(q_ptr, row, head, stride_q_b, stride_q_h, G, D, BLOCK_G, BLOCK_H)
+    q_first, q_second, q_unit, _ = load_query(
+        q_ptr, row, head, stride_q_b, stride_q_h, G, D, MIXED, BLOCK_G, BLOCK_H
+    )
     base = page_bases(block_table_ptr, row, off_n, live, stride_t_b, stride_r_b, stride_r_p, per_block)
     first, second, _ = page_logits(
         q_first,
         q_second,
+        q_unit,
         rec_ptr,
         rec16_ptr,
         base + head * stride_r_h,

@@ -1,12 +1,14 @@
 """Device helpers: reading a packed record.
 
-Records come as two views of one storage: `rec_ptr` int8 and `rec16_ptr` int16, with one set of byte offsets. A vector
-of codes is read in two halves, because 4-bit codes hold the first half of the axis in low nibbles and the second half
-in high nibbles.
+Mean and basis are kept rotated (`locks.format.rotate`), so the query is rotated before it meets them. Records come as
+two views of one storage: `rec_ptr` int8 and `rec16_ptr` int16, with one set of byte offsets. A vector of codes is read
+in two halves, because 4-bit codes hold the first half of the axis in low nibbles and the second half in high nibbles.
 """
 
 import triton
 import triton.language as tl
+
+from .eigh import power_of_two
 
 
 @triton.jit
@@ -54,14 +56,43 @@ def load_bf16(rec16_ptr, base, mask):
 
 
 @triton.jit
-def dot_codes(q, codes, EXACT: tl.constexpr):
-    """q [BLOCK_G, BLOCK_H] times codes [BLOCK_N, BLOCK_H], transposed: [BLOCK_G, BLOCK_N] float32.
+def hadamard(x, AXIS: tl.constexpr, BLOCK: tl.constexpr):
+    """x float32, every BLOCK elements (a power of two, at most 32) of its last axis, AXIS, times a Hadamard matrix."""
+    lane = tl.arange(0, x.shape[AXIS])
+    lane = lane[None, :] if AXIS == 1 else lane[None, None, :]
+    lane += tl.zeros(x.shape, tl.int32)
+    for bit in tl.static_range(5):
+        if 2**bit < BLOCK:
+            other = tl.gather(x, lane ^ 2**bit, AXIS)
+            x = tl.where((lane & 2**bit) == 0, x + other, other - x)
+    return x
 
-    Codes of up to 8 bits are exact in any 16-bit float, so products are exact in q's dtype; wider ones need float32.
+
+@triton.jit
+def digits(x):
+    """x [BLOCK_G, BLOCK_H] float32 whole numbers below 2**23 in size as three int8: x = 65536 a + 256 b + c."""
+    x = x.to(tl.int32)
+    c = ((x + 128) & 255) - 128
+    x = (x - c) >> 8
+    b = ((x + 128) & 255) - 128
+    return ((x - b) >> 8).to(tl.int8), b.to(tl.int8), c.to(tl.int8)
+
+
+@triton.jit
+def dot_codes(q, codes, BITS: tl.constexpr):
+    """q, `digits` of [BLOCK_G, BLOCK_H], times codes [BLOCK_N, BLOCK_H], transposed: [BLOCK_G, BLOCK_N] float32.
+
+    Codes of up to 8 bits are summed exactly, on the integer matrix unit.
     """
-    if EXACT:
-        return tl.dot(q, tl.trans(codes.to(q.dtype)), input_precision="ieee")
-    return tl.dot(q.to(tl.float32), tl.trans(codes.to(tl.float32)), input_precision="ieee")
+    a, b, c = q
+    if BITS <= 8:
+        turned = tl.trans(codes.to(tl.int8))
+        high = tl.dot(a, turned, out_dtype=tl.int32)
+        middle = tl.dot(b, turned, out_dtype=tl.int32)
+        low = tl.dot(c, turned, out_dtype=tl.int32)
+        return high.to(tl.float32) * 65536.0 + (middle.to(tl.float32) * 256.0 + low.to(tl.float32))
+    whole = (a.to(tl.int32) * 65536 + b.to(tl.int32) * 256 + c.to(tl.int32)).to(tl.float32)
+    return tl.dot(whole, tl.trans(codes.to(tl.float32)), input_precision="ieee")
 
 
 @triton.jit
@@ -75,6 +106,7 @@ def page_bases(block_table_ptr, row, pages, mask, stride_t_b, stride_r_b, stride
 def page_logits(
     q_first,
     q_second,
+    q_unit,
     rec_ptr,
     rec16_ptr,
     base,
@@ -96,6 +128,8 @@ def page_logits(
     logit[t] = scale * (q . mean + sum_r coef[t, r] (q . basis[r])).
     """
     H: tl.constexpr = D // 2
+    # [BLOCK_G, 1]
+    weight = (q_unit * scale)[:, None]
     off_h = tl.arange(0, BLOCK_H)
     off_t = tl.arange(0, P // 2)
     # [BLOCK_N, BLOCK_H]
@@ -106,8 +140,8 @@ def page_logits(
     first = load_codes(rec_ptr, rec16_ptr, base[:, None], off_h[None, :], 1, mask_h, D, 0, MEAN_BITS)
     second = load_codes(rec_ptr, rec16_ptr, base[:, None], off_h[None, :], 1, mask_h, D, 1, MEAN_BITS)
     # [BLOCK_G, BLOCK_N]
-    center = dot_codes(q_first, first, MEAN_BITS <= 8) + dot_codes(q_second, second, MEAN_BITS <= 8)
-    center = center * (load_bf16(rec16_ptr, base + SCALES_AT + 2 * R, mask_n) * scale)[None, :]
+    center = dot_codes(q_first, first, MEAN_BITS) + dot_codes(q_second, second, MEAN_BITS)
+    center = center * load_bf16(rec16_ptr, base + SCALES_AT + 2 * R, mask_n)[None, :] * weight
     variance = load_bf16(rec16_ptr, base + SCALES_AT + 2 * R + 2, mask_n)
 
     # [BLOCK_G, BLOCK_N, P / 2]
@@ -118,8 +152,8 @@ def page_logits(
         first = load_codes(rec_ptr, rec16_ptr, at[:, None], off_h[None, :], 1, mask_h, D, 0, BASIS_BITS)
         second = load_codes(rec_ptr, rec16_ptr, at[:, None], off_h[None, :], 1, mask_h, D, 1, BASIS_BITS)
         # [BLOCK_G, BLOCK_N]
-        along = dot_codes(q_first, first, BASIS_BITS <= 8) + dot_codes(q_second, second, BASIS_BITS <= 8)
-        along = along * (load_bf16(rec16_ptr, base + SCALES_AT + 2 * r, mask_n) * scale)[None, :]
+        along = dot_codes(q_first, first, BASIS_BITS) + dot_codes(q_second, second, BASIS_BITS)
+        along = along * load_bf16(rec16_ptr, base + SCALES_AT + 2 * r, mask_n)[None, :] * weight
         # One code is at least a byte of the stride over tokens.
         at = base + COEF_AT + r * (2 if COEF_BITS == 16 else 1)
         first = load_codes(rec_ptr, rec16_ptr, at[:, None], off_t[None, :], R, mask_t, P, 0, COEF_BITS)
@@ -138,10 +172,14 @@ def load_query(
     stride_q_h,
     G: tl.constexpr,
     D: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The group's queries in two halves of D, [BLOCK_G, BLOCK_H] each, and |q|^2 [BLOCK_G] float32; padding is 0."""
+    """The group's rotated queries: `digits` of two halves of D, their unit [BLOCK_G], and |q|^2 [BLOCK_G].
+
+    Padding is 0; a query that is not finite has a unit of nan.
+    """
     off_g = tl.arange(0, BLOCK_G)
     off_h = tl.arange(0, BLOCK_H)
     mask = (off_g < G)[:, None] & (off_h < D // 2)[None, :]
@@ -150,4 +188,13 @@ def load_query(
     second = tl.load(at + D // 2, mask=mask, other=0.0)
     a = first.to(tl.float32)
     b = second.to(tl.float32)
-    return first, second, tl.sum(a * a + b * b, 1)
+    norm = tl.sum(a * a + b * b, 1)
+    first = hadamard(a + b, 1, MIXED) * ((2 * MIXED) ** -0.5)
+    second = hadamard(a - b, 1, MIXED) * ((2 * MIXED) ** -0.5)
+    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+    unit, reciprocal = power_of_two(largest)
+    finite = norm < float("inf")
+    # Below 2**22 in size.
+    reciprocal = tl.where(finite, reciprocal * 2.0**21, 0.0)[:, None]
+    unit = tl.where(finite, unit * 2.0**-21, float("nan"))
+    return digits(tl.floor(first * reciprocal + 0.5)), digits(tl.floor(second * reciprocal + 0.5)), unit, norm

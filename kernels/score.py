@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from locks.format import mixed
+
 from .config import KernelConfig
 from .records import load_query, page_bases, page_logits
 
@@ -59,6 +61,7 @@ def score_kernel(
     BASIS_AT: tl.constexpr,
     COEF_AT: tl.constexpr,
     SCALES_AT: tl.constexpr,
+    MIXED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -77,7 +80,9 @@ def score_kernel(
     q_head = head * G + off_g
     best = tl.full((BLOCK_G,), -float("inf"), tl.float32)
     mass = tl.zeros((BLOCK_G,), tl.float32)
-    q_first, q_second, q_norm = load_query(q_ptr, row, head, stride_q_b, stride_q_h, G, D, BLOCK_G, BLOCK_H)
+    q_first, q_second, q_unit, q_norm = load_query(
+        q_ptr, row, head, stride_q_b, stride_q_h, G, D, MIXED, BLOCK_G, BLOCK_H
+    )
     for n in range(pid_c * CHUNK, tl.minimum(pid_c * CHUNK + CHUNK, max_pages), BLOCK_N):
         off_n = n + tl.arange(0, BLOCK_N)
         live = off_n < newest
@@ -90,6 +95,7 @@ def score_kernel(
             first, second, variance = page_logits(
                 q_first,
                 q_second,
+                q_unit,
                 rec_ptr,
                 rec16_ptr,
                 base + head * stride_r_h,
@@ -164,7 +170,9 @@ def record_constants(fmt, head_dim: int) -> dict[str, int]:
         "BASIS_AT": at.basis,
         "COEF_AT": at.coef,
         "SCALES_AT": at.scales,
-        "BLOCK_H": int(triton.next_power_of_2(head_dim // 2)),
+        "MIXED": mixed(head_dim),
+        # The integer matrix unit sums at least 32 products.
+        "BLOCK_H": max(32, int(triton.next_power_of_2(head_dim // 2))),
     }
 
 

@@ -9,23 +9,18 @@ rounding; the Gram matrix of the turned keys U^T x is nearly diagonal, and round
 scale.
 """
 
-from math import gcd
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from locks.format import SummaryFormat
+from locks.format import SummaryFormat, mixed
 from locks.types import Factors
 
 from .config import KernelConfig
 from .eigh import descending, jacobi, orthogonalise, power_of_two
-from .encode import chunk_axis, divide, load_keys, page_mean, project, write_record
+from .encode import chunk_axis, divide, load_keys, page_mean, project, rotate, write_record
 
-# Half of a chunk of the D axis, by page: the widest that fits a program's registers. It decides the order of
-# sums over D, so the page fixes it and the launch shape does not.
-CHUNK = {16: 16, 32: 8, 64: 8}
 # A direction this much below the longest one is rounding, not a direction.
 _DIRECTION = tl.constexpr(2.0**-20)
 
@@ -41,18 +36,15 @@ def leading_directions(
     W: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """turn [BLOCK_N, P, P], pick [BLOCK_N, R, P], and the largest |mean| [BLOCK_N].
+    """turn [BLOCK_N, P, P] and pick [BLOCK_N, R, P].
 
     The rows of pick turn x are the R longest orthogonal combinations of the centred keys x, longest first.
     """
     gram = tl.zeros((BLOCK_N, P, P), tl.float32)
-    mean_peak = tl.zeros((BLOCK_N,), tl.float32)
     for c in range(D // (2 * W)):
         keys = load_keys(token_ptr, mask_n, c, D, W) * reciprocal[:, None, None]
-        mean = page_mean(keys, P)
-        x = keys - mean[:, None, :]
+        x = keys - page_mean(keys, P)[:, None, :]
         gram = tl.dot(x, tl.permute(x, (0, 2, 1)), gram, input_precision="ieee")
-        mean_peak = tl.maximum(mean_peak, tl.max(tl.abs(mean), 1))
     squares, vectors = jacobi(gram, 2.0**-8, 2.0**-13, BLOCK_N, P)
     # The rounding of hundreds of rotations would show in the coefficients.
     turn = tl.permute(orthogonalise(vectors), (0, 2, 1))
@@ -67,7 +59,7 @@ def leading_directions(
     # [BLOCK_N, R, P], one 1 a row: the product picks columns of `vectors` and is exact.
     chosen = descending(squares, P)[:, None, :] == tl.arange(0, R)[None, :, None]
     pick = tl.dot(chosen.to(tl.float32), tl.permute(vectors, (0, 2, 1)), input_precision="ieee")
-    return turn, pick, mean_peak
+    return turn, pick
 
 
 @triton.jit
@@ -168,15 +160,18 @@ def summarize_kernel(
     mask_n = live & (strange == 0)
     unit, reciprocal = power_of_two(largest)
 
-    turn, pick, mean_peak = leading_directions(token_ptr, mask_n, reciprocal, P, R, D, W, BLOCK_N)
-    # Length and largest entry of each direction, [BLOCK_N, R].
+    turn, pick = leading_directions(token_ptr, mask_n, reciprocal, P, R, D, W, BLOCK_N)
+    # Length and largest entry, once rotated, of each direction, [BLOCK_N, R], and of the mean, [BLOCK_N].
     square = tl.zeros((BLOCK_N, R), tl.float32)
     peak = tl.zeros((BLOCK_N, R), tl.float32)
+    mean_peak = tl.zeros((BLOCK_N,), tl.float32)
     for c in range(D // (2 * W)):
         keys = load_keys(token_ptr, mask_n, c, D, W) * reciprocal[:, None, None]
-        y = project(turn, pick, keys - page_mean(keys, P)[:, None, :])
+        mean = page_mean(keys, P)[:, None, :]
+        y = project(turn, pick, keys - mean)
         square += tl.sum(y * y, 2)
-        peak = tl.maximum(peak, tl.max(tl.abs(y), 2))
+        peak = tl.maximum(peak, tl.max(tl.abs(rotate(y, W)), 2))
+        mean_peak = tl.maximum(mean_peak, tl.max(tl.max(tl.abs(rotate(mean, W)), 2), 1))
     norm = tl.sqrt_rn(square)
     norm = tl.where(norm > tl.max(norm, 1)[:, None] * _DIRECTION, norm, 0.0)
 
@@ -279,7 +274,7 @@ def _launch(
         COEF_AT=at.coef,
         SCALES_AT=at.scales,
         NBYTES=at.nbytes,
-        W=gcd(D // 2, CHUNK[fmt.page]),
+        W=mixed(D),
         BLOCK_N=config.block_n,
         FACTORS=factors is not None,
         num_warps=config.num_warps,

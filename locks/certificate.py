@@ -49,9 +49,11 @@ def logit_rounding(head_dim: int, rank: int) -> float:
 
     A dot product of D terms errs by (D + 1) UNIT of sum |q_i k_i| <= |q| |k| in any order; a tensor core adds
     one more term every 8 at most. A logit made from a record has R + 1 such parts, each with the roundings of
-    its own factors (scale, the codes' scale, their products: at most 12), and R additions.
+    its own factors (scale, the codes' scale, their products: at most 12), and R additions. Its query, or in PyTorch
+    its vectors, were rotated before: 6 roundings one after the other. The kernels cut the query to whole numbers,
+    off by at most 2 UNIT of its largest element: by 2 sqrt(D) <= D / 8 + 8 UNIT of the product.
     """
-    return (1.125 * head_dim + rank + 16) * UNIT
+    return (1.25 * head_dim + rank + 30) * UNIT
 
 
 def spread_rounding(head_dim: int) -> float:

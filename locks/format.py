@@ -4,6 +4,9 @@ A record is one contiguous run of bytes, padded to a multiple of 32:
 
     mean codes | basis codes | coefficient codes | R vector scales, mean scale, variance, residual norm
 
+Mean and basis are kept rotated (`rotate`): post-RoPE keys have a few channels far larger than the rest, and one of
+them would set the scale of a whole vector's codes. A score rotates the query instead, once.
+
 Codes are signed integers of 4, 8 or 16 bits. At 4 bits a byte holds two of them: the low nibble an element of the
 first half of the axis, the high nibble the element half an axis later (the axis is D for the mean and the basis, P
 for the coefficients). The numbers at the end are bfloat16, rounded up, so that no scale is too small for its codes
@@ -13,6 +16,7 @@ and no residual is understated; bfloat16 has the range of float32, so no finite 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -24,8 +28,11 @@ RANKS = (1, 2, 4, 8, 16)
 BITS = (4, 8, 16)
 ALIGNMENT = 32
 
+# Most elements of each half of D that a rotation mixes.
+MIXED = 16
+
 # A record's residual norm also covers the float32 rounding of every logit made from it: at most
-# D * 2**-24 of |q| |k| on each side of a comparison, D <= 256.
+# D * 2**-24 of |q| |k| on each side of a comparison, D <= 256, and 6 * 2**-24 for the keys' rotation.
 ROUNDING = 2.0**-14
 
 # The largest finite bfloat16.
@@ -132,6 +139,27 @@ def _divide(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(y > 0, x / torch.where(y > 0, y, 1), 0)
 
 
+def mixed(head_dim: int) -> int:
+    """Elements of each half of D = `head_dim` that a rotation mixes: a power of two that divides D / 2, at most 16."""
+    return gcd(head_dim // 2, MIXED)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x [..., D] times an orthogonal symmetric matrix, its own inverse: block-diagonal, normalised Hadamard blocks.
+
+    A block is W consecutive elements of the first half and the W that lie half an axis later, W = `mixed(D)`:
+    a pair of halves is what 4-bit codes keep in one byte, so a kernel that packs a block has all of it.
+    """
+    D, W = x.shape[-1], mixed(x.shape[-1])
+    bits = W.bit_length() - 1
+    # The half, the block, the bits of an element's place in its half of the block.
+    x = x.unflatten(-1, (2, D // (2 * W), *(2,) * bits))
+    for axis in (-2 - bits, *range(-bits, 0)):
+        a, b = x.unbind(axis)
+        x = torch.stack([a + b, a - b], axis)
+    return x.flatten(-2 - bits) * (2 * W) ** -0.5
+
+
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., n] as bytes [..., n * bits / 8]."""
     if bits == 4:
@@ -157,10 +185,10 @@ def power_of_two(x: Tensor) -> Tensor:
 def encode(keys: Tensor, factors: Factors, fmt: SummaryFormat) -> Tensor:
     """Records of pages from their keys and their unquantised factors.
 
-    The basis is quantised first. Coefficients are then fitted one rank after the other to what is left of the keys
-    once the mean and the ranks before are dequantised, so a later rank takes up rounding of the earlier ones, and
-    what is left at the end is the residual. A page with a non-finite key gets zero codes and an infinite variance
-    and norm, which marks it.
+    Everything is rotated first. The basis is quantised next. Coefficients are then fitted one rank after the other to
+    what is left of the keys once the mean and the ranks before are dequantised, so a later rank takes up rounding of
+    the earlier ones, and what is left at the end is the residual. A page with a non-finite key gets zero codes and an
+    infinite variance and norm, which marks it.
 
     Args:
         keys: [..., P, D] float32 or float64, the pages' keys as they stand in the cache.
@@ -175,9 +203,9 @@ def encode(keys: Tensor, factors: Factors, fmt: SummaryFormat) -> Tensor:
     clean = torch.where(finite[..., None, None], keys, 0)
     # Squares of normalised keys cannot overflow.
     unit = power_of_two(clean.abs().amax(dim=(-1, -2)))
-    x = clean / unit[..., None, None]
-    mean = torch.where(finite[..., None], factors.mean, 0) / unit[..., None]
-    basis = torch.where(finite[..., None, None], factors.basis, 0)
+    x = rotate(clean / unit[..., None, None])
+    mean = rotate(torch.where(finite[..., None], factors.mean, 0) / unit[..., None])
+    basis = rotate(torch.where(finite[..., None, None], factors.basis, 0))
 
     def stored(scale: Tensor) -> tuple[Tensor, Tensor]:
         # The bit pattern kept in the record and the value it stands for, in normalised keys.
@@ -236,7 +264,7 @@ def unpack(records: Tensor, fmt: SummaryFormat, head_dim: int, dtype: torch.dtyp
         dtype: of the result, float32 or float64.
 
     Returns:
-        Record: mean [..., D], basis [..., R, D] (integer codes), coef [..., P, R] (integer codes times the vector's
+        Record: mean [..., D], basis [..., R, D] (codes, rotated back), coef [..., P, R] (codes times the vector's
         scale), variance [...], residual_norm [...].
     """
     at = fmt.layout(head_dim)
@@ -249,4 +277,5 @@ def unpack(records: Tensor, fmt: SummaryFormat, head_dim: int, dtype: torch.dtyp
     per_token = max(1, fmt.coef_bits // 8)
     coefs = records[..., at.coef : at.scales].unflatten(-1, (-1, R, per_token)).transpose(-3, -2).flatten(-2)
     coef = unpack_codes(coefs, fmt.coef_bits).to(dtype).transpose(-1, -2)
+    mean, basis = rotate(mean), rotate(basis)
     return Record(mean, basis, coef * numbers[..., None, :R], numbers[..., R + 1], numbers[..., R + 2])

@@ -22,7 +22,7 @@ class Factors(NamedTuple):
 class Record(NamedTuple):
     """A page after dequantisation: keys ~ mean + coef @ basis.
 
-    mean: [..., D]; basis: [..., R, D], integer codes; coef: [..., P, R], the vector's scale included;
+    mean: [..., D]; basis: [..., R, D], a vector's codes; coef: [..., P, R], the vector's scale included;
     variance: [...], mean square of the residual an element, +inf for a page with a non-finite key;
     residual_norm: [...], at least the largest |k_t - k^_t| over the page's tokens.
     """

@@ -5,6 +5,7 @@ import math
 import struct
 
 import pytest
+import scipy.linalg
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +18,25 @@ from locks.format import (
     bf16_value,
     code_max,
     encode,
+    rotate,
     round_up_bf16,
     unpack,
 )
 from tests.helpers import examples, formats
 
 P, D = 16, 64
+
+
+def rotation(width: int) -> torch.Tensor:
+    """What vectors are multiplied by before they are quantised, block by block; 0.25 times signs at a width of 80."""
+    size = math.gcd(width // 2, 16)
+    signs = torch.tensor(scipy.linalg.hadamard(2 * size), dtype=torch.float64)
+    matrix = torch.zeros(width, width, dtype=torch.float64)
+    for first in range(0, width // 2, size):
+        one = torch.arange(first, first + size)
+        block = torch.cat([one, one + width // 2])
+        matrix[block[:, None], block[None, :]] = signs / (2 * size) ** 0.5
+    return matrix
 
 
 def signed(value: int, bits: int) -> int:
@@ -163,8 +177,13 @@ def test_unpack_reads_a_record_as_its_layout_says_byte_by_byte(fmt, width):
     got = unpack(records, fmt, width, torch.float64)
     for page in range(2):
         want = read_record(bytes(records[page].tolist()), fmt, width)
-        for name in ("mean", "basis", "coef", "variance", "residual_norm"):
+        for name in ("coef", "variance", "residual_norm"):
             assert getattr(got, name)[page].tolist() == want[name], name
+        for name in ("mean", "basis"):
+            vectors = torch.tensor(want[name], dtype=torch.float64)
+            torch.testing.assert_close(
+                getattr(got, name)[page], vectors @ rotation(width), rtol=1e-12, atol=1e-12
+            )
         # Each vector uses its whole range, less what a scale gains by being rounded up.
         mean, basis, _ = want["codes"]
         assert max(abs(c) for c in mean) >= code_max(fmt.mean_bits) * (1 - 2**-7) - 0.5
@@ -189,6 +208,25 @@ def test_unpack_returns_the_dtype_asked_for():
     assert {x.dtype for x in unpack(records, SummaryFormat(), D, torch.float64)} == {torch.float64}
 
 
+@pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256, 16, 240])
+def test_a_rotation_mixes_blocks_of_paired_halves_and_undoes_itself(width):
+    x = torch.randn(3, 2, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
+    torch.testing.assert_close(rotate(x), x @ rotation(width), rtol=0, atol=1e-13)
+    torch.testing.assert_close(rotate(rotate(x)), x, rtol=0, atol=1e-13)
+    assert rotate(x.float()).dtype == torch.float32
+
+
+def test_one_large_channel_costs_the_others_no_precision():
+    """Post-RoPE keys have such channels: without a rotation int4 codes would round all the others to 0."""
+    keys = some_keys(64)
+    keys = keys - keys.mean(-2, keepdim=True)
+    keys[..., 3] *= 8
+    fmt = SummaryFormat(16, 8, 16, 4, 16)
+    error = keys - reconstruct(unpack(reference.summarize_pages(keys, fmt), fmt, D, torch.float64))
+    best = torch.linalg.svdvals(keys)[:, 8:].square().sum()
+    assert error.square().sum() < 1.12 * best
+
+
 def test_code_max_is_the_end_of_a_symmetric_range():
     assert [code_max(bits) for bits in (4, 8, 16)] == [7, 127, 32767]
 
@@ -210,16 +248,16 @@ def test_round_up_bf16_stops_at_the_largest_finite_one():
 
 
 def test_a_constant_page_is_its_mean():
-    """127 in every slot: mean scale 1, codes 127, nothing else but the allowance for float32 rounding."""
-    keys = torch.full((P, D), 127.0, dtype=torch.float64)
+    """127 in every rotated slot: mean scale 1, codes 127, nothing else but the allowance for float32 rounding."""
+    keys = torch.full((P, 80), 127.0, dtype=torch.float64) @ rotation(80)
     fmt = SummaryFormat()
-    record = read_record(bytes(reference.summarize_pages(keys, fmt).tolist()), fmt, D)
-    assert record["mean"] == [127.0] * D
+    record = read_record(bytes(reference.summarize_pages(keys, fmt).tolist()), fmt, 80)
+    assert record["mean"] == [127.0] * 80
     assert not any(any(v) for v in record["codes"][1] + record["codes"][2])
     assert record["variance"] == 0
-    # |k| = 127 * 8, times 2**-14, is 0.06201171875: a bfloat16.
+    # |k| times 2**-14, one step of a bfloat16 at most above.
     assert ROUNDING == 2**-14
-    assert record["residual_norm"] == 127 * 8 * 2**-14
+    assert 1 <= record["residual_norm"] / (127 * 80**0.5 * 2**-14) <= 1 + 2**-7
 
 
 @pytest.mark.parametrize(
@@ -227,32 +265,33 @@ def test_a_constant_page_is_its_mean():
 )
 def test_codes_round_halves_up(value, code):
     """A mean whose largest element is 127 has scale 1."""
-    keys = torch.zeros(P, D, dtype=torch.float64)
+    keys = torch.zeros(P, 80, dtype=torch.float64)
     keys[:, 0], keys[:, 1] = 127, value
-    record = reference.summarize_pages(keys, SummaryFormat())
-    assert read_record(bytes(record.tolist()), SummaryFormat(), D)["codes"][0][1] == code
+    record = reference.summarize_pages(keys @ rotation(80), SummaryFormat())
+    assert read_record(bytes(record.tolist()), SummaryFormat(), 80)["codes"][0][1] == code
 
 
 def test_a_coefficient_is_fitted_to_what_the_ranks_before_left():
     """A page of two tokens' directions, by hand: mean 0, basis vectors of one element each."""
-    keys = torch.zeros(P, D, dtype=torch.float64)
+    keys = torch.zeros(P, 80, dtype=torch.float64)
     keys[0, 0], keys[1, 0] = 7.0, -7.0
     keys[2, 1], keys[3, 1] = 3.5, -3.5
-    basis = torch.zeros(2, D, dtype=torch.float64)
+    basis = torch.zeros(2, 80, dtype=torch.float64)
     basis[0, 0], basis[1, 1] = 1, -1
     fmt = SummaryFormat(16, 2)
+    keys, basis = keys @ rotation(80), basis @ rotation(80)
     factors = Factors(keys.mean(0), basis, torch.full((P, 2), math.nan, dtype=torch.float64))
-    record = read_record(bytes(encode(keys, factors, fmt).tolist()), fmt, D)
+    record = read_record(bytes(encode(keys, factors, fmt).tolist()), fmt, 80)
     _, vectors, coef = record["codes"]
-    assert vectors[0] == [7] + [0] * 63
-    assert vectors[1] == [0, -7] + [0] * 62
+    assert vectors[0] == [7] + [0] * 79
+    assert vectors[1] == [0, -7] + [0] * 78
     assert coef == [[7, 0], [-7, 0], [0, -7], [0, 7]] + [[0, 0]] * 12
     # 7 = coefficient 1 times code 7, so the scale is 1/7 rounded up: 0.1431 (bfloat16).
     scale = record["coef"][0][0] / 7
     assert 1 / 7 <= scale <= 1 / 7 * (1 + 2**-7)
     assert record["coef"][2][1] == -7 * scale / 2
     left = [(7 - 49 * scale) ** 2 * 2, (3.5 - 49 * scale / 2) ** 2 * 2]
-    assert record["variance"] == pytest.approx(sum(left) / (P * D), rel=2**-7)
+    assert record["variance"] == pytest.approx(sum(left) / (P * 80), rel=2**-7)
 
 
 def test_rounding_of_one_rank_is_taken_up_by_the_next():
@@ -350,7 +389,7 @@ def test_the_bytes_a_page_encodes_to_do_not_depend_on_the_pages_beside_it(seed):
 
 def test_four_bit_codes_hold_halves_of_the_axis_in_one_byte():
     """Byte i holds element i low and element i + D / 2 high."""
-    keys = torch.zeros(P, D, dtype=torch.float64)
-    keys[:, 0], keys[:, 32], keys[:, 1], keys[:, 33] = 7, -7, -1, 3
-    record = reference.summarize_pages(keys, SummaryFormat(mean_bits=4))
+    keys = torch.zeros(P, 80, dtype=torch.float64)
+    keys[:, 0], keys[:, 40], keys[:, 1], keys[:, 41] = 7, -7, -1, 3
+    record = reference.summarize_pages(keys @ rotation(80), SummaryFormat(mean_bits=4))
     assert record[:3].tolist() == [7 | (-7 & 15) << 4, (-1 & 15) | 3 << 4, 0]

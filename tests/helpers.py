@@ -242,6 +242,17 @@ def assert_close_as_torch(actual: Tensor, plain: Tensor, oracle: Tensor, *, term
     )
 
 
+def output_terms(q: Tensor, cache: Cache, scale: float) -> float:
+    """`terms` of an attention output: a weight errs by its logit's rounding, and that by the size of the logit."""
+    largest = 4.0
+    for b in range(len(cache.seq_lens)):
+        keys = reference.row_tokens(cache.k, cache.block_table, cache.seq_lens, b).double()
+        if keys.shape[1]:
+            logits = scale * q[b].double().unflatten(0, (keys.shape[0], -1)) @ keys.mT
+            largest = max(largest, _largest(logits.nan_to_num(0, 0, 0)))
+    return _largest(cache.v[~cache.v.isnan()]) * largest / 4
+
+
 def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from locks.format import mixed
 
+from . import score_hopper
 from .config import KernelConfig
 from .records import load_query, page_bases, page_logits
 
@@ -185,6 +186,7 @@ def score(
     *,
     scale: float,
     window_pages: int,
+    exact: bool = True,
     config: KernelConfig | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -198,6 +200,7 @@ def score(
         fmt: SummaryFormat of the records.
         scale: of the logits.
         window_pages: newest pages that are no candidates.
+        exact: not by the fast path, whose operands are quantised.
         config: launch shape; None for the default.
         out: log_mass and total to write into.
     """
@@ -207,13 +210,49 @@ def score(
     config = config or default_config(fmt.page, G, D)
     if config.block_n > CHUNK:
         raise ValueError(f"config: block_n: expected at most {CHUNK} pages, got {config.block_n}")
-    chunks = triton.cdiv(N, CHUNK)
     log_mass, total = out or (
         torch.empty((B, Hq, N), dtype=torch.float32, device=q.device),
         torch.empty((B, Hq), dtype=torch.float32, device=q.device),
     )
+    fast = not exact and score_hopper.fits(q, records, fmt)
+    chunks = score_hopper.num_chunks(N) if fast else triton.cdiv(N, CHUNK)
     partial = torch.empty((B, Hq, chunks), dtype=torch.float32, device=q.device)
-    score_kernel[(chunks, Hkv, B)](
+    if fast:
+        score_hopper.score_hopper(
+            q,
+            records,
+            block_table,
+            seq_lens,
+            fmt,
+            scale=scale,
+            window_pages=window_pages,
+            log_mass=log_mass,
+            partial=partial,
+        )
+    else:
+        _general(q, records, block_table, seq_lens, fmt, scale, window_pages, config, log_mass, partial)
+    total_kernel[(Hq, B)](
+        partial, total, *partial.stride()[:2], total.stride(0), chunks, BLOCK_C=128, num_warps=1
+    )
+    return log_mass, total
+
+
+def _general(
+    q: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt,
+    scale: float,
+    window_pages: int,
+    config: KernelConfig,
+    log_mass: Tensor,
+    partial: Tensor,
+) -> None:
+    B, Hq, D = q.shape
+    Hkv, per_block = records.shape[1], records.shape[2]
+    G, N = Hq // Hkv, log_mass.shape[2]
+    score_kernel[(partial.shape[2], Hkv, B)](
         q,
         records.view(torch.int8),
         records.view(torch.int16),
@@ -239,7 +278,3 @@ def score(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    total_kernel[(Hq, B)](
-        partial, total, *partial.stride()[:2], total.stride(0), chunks, BLOCK_C=128, num_warps=1
-    )
-    return log_mass, total

@@ -217,6 +217,7 @@ def page_mass(
     *,
     scale: float | None = None,
     window_pages: int = 1,
+    exact: bool = True,
     impl: str | None = None,
     debug: bool = False,
 ) -> PageMass:
@@ -230,6 +231,8 @@ def page_mass(
         fmt: the records' format.
         scale: of the logits; None for D ** -0.5.
         window_pages: how many of the newest pages are always kept, so do not count in the total.
+        exact: float32 arithmetic on every device; False lets a GPU quantise a 16-bit query to 15 bits, and what it
+            multiplies to 11, where it has a fast path for the shape (`kernels/score_hopper.py`).
         impl: "triton", "torch" or None (Triton on a GPU).
         debug: check values on the device too.
 
@@ -259,6 +262,7 @@ def page_mass(
             fmt,
             scale=dims["D"] ** -0.5 if scale is None else scale,
             window_pages=window_pages,
+            exact=exact,
         )
 
 
@@ -502,6 +506,8 @@ def decode(
         fmt,
         scale=scale,
         window_pages=window_pages,
+        # What is certified rests on the rounding of float32.
+        exact=certificate or coverage_certified is not None,
         impl=impl,
         debug=debug,
     )

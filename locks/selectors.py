@@ -118,6 +118,7 @@ class Locks:
             self.fmt,
             scale=scale,
             window_pages=window_pages,
+            exact=False,
             impl=self.impl,
         )
 

@@ -55,10 +55,13 @@ def page_mass(
     *,
     scale: float,
     window_pages: int,
+    exact: bool,
 ) -> PageMass:
     """Estimated log-mass of every scored page and its total over the candidates."""
     return PageMass(
-        *score_op.score(q, records, block_table, seq_lens, fmt, scale=scale, window_pages=window_pages)
+        *score_op.score(
+            q, records, block_table, seq_lens, fmt, scale=scale, window_pages=window_pages, exact=exact
+        )
     )
 
 

@@ -97,7 +97,7 @@ def capture() -> Iterator[list[Resources]]:
 def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resources]:
     """Compiles every stage for bfloat16 caches of that shape."""
     from locks import SummaryFormat
-    from locks.kernels import attend, certify, cover, logits, score, select, summarize
+    from locks.kernels import attend, certify, cover, logits, score, score_hopper, select, summarize
 
     fmt, per_block, heads = SummaryFormat(page, rank), 4, 4
     cache = torch.zeros(8, heads, per_block * page, head_dim, dtype=torch.bfloat16)
@@ -110,9 +110,15 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
             cache, table, lengths, fmt, start=None, max_new_pages=None, out=records, config=config
         )
         log_mass, total = score.score(q, records, table, lengths, fmt, scale=0.1, window_pages=2)
+        if score_hopper.shape_fits(fmt, head_dim, group):
+            score.score(q, records, table, lengths, fmt, scale=0.1, window_pages=2, exact=False)
         logits.logits(q, records, table, lengths, fmt, scale=0.1)
         share = select.share(log_mass, total, heads)
         ids, counts = select.select(share, lengths, page=page, pages=16, window_pages=2)
+        # A row longer than one program takes at once, with few groups to read and with many.
+        long = torch.zeros(2, heads, 65536)
+        select.select(long, lengths, page=page, pages=128, window_pages=2)
+        select.select(long, lengths, page=page, pages=1024, window_pages=2)
         _, lse = attend.attend(q, cache, cache, table, lengths, ids, counts, page=page, scale=0.1)
         of_records = (q, records, table, lengths, fmt)
         *_, low, upper = certify.certify(q, cache, *of_records[1:], log_mass, ids, counts, lse, scale=0.1)

@@ -258,6 +258,35 @@ def test_share_writes_into_the_output_it_is_given():
     assert torch.equal(out, select_op.share(log_mass, total, 2))
 
 
+@pytest.mark.parametrize(
+    ("total", "pages"),
+    [
+        pytest.param(4096, 40, id="all keys at once"),
+        pytest.param(4097, 40, id="groups of 16"),
+        pytest.param(66000, 9, id="groups of 32"),
+        pytest.param(4200, 600, id="keys in tiles"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["random", "few values", "equal", "zeros", "one group", "marked"])
+def test_long_rows_select_the_references_pages(total, pages, kind):
+    gen = generator(total)
+    share = torch.rand(2, 2, total, generator=gen)
+    if kind == "few values":
+        share = torch.randint(0, 3, share.shape, generator=gen).float()
+    elif kind in ("equal", "zeros"):
+        share = torch.full_like(share, 0.25 if kind == "equal" else 0.0)
+    elif kind == "one group":
+        share[..., 100:132] += 1
+    elif kind == "marked":
+        share[..., 3::97] = math.inf
+        share[..., 5] = math.nan
+    share, lens = share.to(DEVICE), ids(16 * total - 5, 16 * (total - 70))
+    got = select_op.select(share, lens, page=16, pages=pages, window_pages=2)
+    want = reference.select_pages(share, lens, page=16, budget=16 * pages, window_pages=2)
+    assert got[0].tolist() == want.page_ids.tolist()
+    assert got[1].tolist() == want.counts.tolist()
+
+
 @by_impl
 def test_a_row_selects_what_it_selects_alone(impl):
     share = torch.randint(0, 6, (3, 2, 30), generator=generator(0)).float().to(DEVICE)

@@ -1,0 +1,178 @@
+"""The fast path of scoring: twice the error of PyTorch on the same operands at most; rows, marks, large logits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from locks import SummaryFormat, page_mass, reference
+from locks.format import rotate, unpack
+from locks.kernels import score_hopper
+from locks.pages import gather_pages
+from tests.helpers import Cache, examples, ids, normal, paged_cache, records_of
+
+DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+FORMATS = [SummaryFormat(16, rank, coef_bits=bits) for rank in (4, 8) for bits in (4, 8)]
+LN2 = math.log(2)
+
+
+def quantised_mass(q: Tensor, records: Tensor, cache: Cache, fmt: SummaryFormat, scale: float) -> Tensor:
+    """log_mass [B, Hq, N] of the table's pages, by PyTorch in float32 on operands rounded as the kernel rounds them."""
+    heads, D = records.shape[1], q.shape[-1]
+    pages = torch.arange(cache.block_table.shape[1] * records.shape[2], device=q.device)
+    rows = gather_pages(records, cache.block_table.clamp(min=0), pages.expand(len(q), -1))
+    page, at = unpack(rows, fmt, D), fmt.layout(D).vector_scales
+    # [B, Hkv, 1, N, R]
+    vector_scale = rows[..., at : at + 2 * fmt.rank].contiguous().view(torch.bfloat16).float()[:, :, None]
+    query = q.float() * (scale / LN2)
+    norm = query.square().sum(-1).unflatten(1, (heads, -1))
+    turned = rotate(query)
+    unit = turned.abs().amax(-1, keepdim=True) / 16256
+    query = rotate(torch.floor(turned / unit + 0.5) * unit).unflatten(1, (heads, -1))
+    along = torch.einsum("bhgd,bhnrd->bhgnr", query, page.basis) * vector_scale
+    along = (along / 256).half().float() * 256 / vector_scale.clamp(min=1e-38)
+    center = torch.einsum("bhgd,bhnd->bhgn", query, page.mean)
+    logits = center[..., None] + torch.einsum("bhgnr,bhntr->bhgnt", along, page.coef)
+    top = logits.amax(-1, keepdim=True)
+    mass = top[..., 0] + torch.exp2(logits - top).half().float().sum(-1).log2()
+    return ((mass + 0.5 * LN2 * norm[..., None] * page.variance[:, :, None]) * LN2).flatten(1, 2)
+
+
+def fast_mass(q: Tensor, records: Tensor, cache: Cache, fmt: SummaryFormat, **options):
+    assert score_hopper.fits(q, records, fmt)
+    return page_mass(
+        q, records, cache.block_table, cache.seq_lens, fmt, impl="triton", exact=False, **options
+    )
+
+
+def assert_mass_is_within_its_operands_rounding(
+    q, cache, fmt, *, scale: float, window_pages: int = 1
+) -> None:
+    records = records_of(cache, fmt)
+    got = fast_mass(q, records, cache, fmt, scale=scale, window_pages=window_pages)
+    want = reference.page_mass(
+        q, records, cache.block_table, cache.seq_lens, fmt, scale=scale, window_pages=window_pages
+    )
+    known = want.log_mass.isfinite()
+    torch.testing.assert_close(got.log_mass[~known].double(), want.log_mass[~known], rtol=0, atol=0)
+    plain = quantised_mass(q, records, cache, fmt, scale).double()
+    error = (got.log_mass.double() - want.log_mass)[known].abs()
+    allowed = (plain - want.log_mass)[known].abs()
+    if known.any():
+        largest = float(want.log_mass[known].abs().amax())
+        assert error.amax() <= 2 * allowed.amax() + 8 * 2.0**-24 * max(1.0, largest)
+        # On average too: a lost digit or term would hide below the largest error.
+        assert error.mean() <= 2 * allowed.mean() + 8 * 2.0**-24 * max(1.0, largest)
+    some = want.total.isfinite()
+    torch.testing.assert_close(got.total[~some].double(), want.total[~some], rtol=0, atol=0)
+    assert (
+        (got.total.double() - want.total)[some].abs() <= (float(allowed.amax()) if known.any() else 0) + 1e-4
+    ).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("D", "group", "heads", "block", "window_pages"),
+    [(64, 3, 2, 16, 1), (128, 8, 1, 64, 2), (128, 12, 1, 32, 1), (64, 16, 1, 48, 3)],
+)
+def test_mass_is_within_its_operands_rounding(dtype, fmt, D, group, heads, block, window_pages):
+    cache = paged_cache([16 * 37 + 3, 77, 0, 16], heads=heads, D=D, block=block, dtype=dtype)
+    q = normal(4, heads * group, D, seed=group, dtype=dtype)
+    assert_mass_is_within_its_operands_rounding(q, cache, fmt, scale=D**-0.5, window_pages=window_pages)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 700), min_size=1, max_size=4),
+    fmt=st.sampled_from(FORMATS),
+    group=st.integers(1, 16),
+    power=st.integers(-3, 2),
+    pattern=st.sampled_from(("normal", "constant", "zeros", "low_rank", "huge")),
+    seed=st.integers(0, 2**16),
+)
+@examples(6)
+def test_drawn_masses_are_within_their_operands_rounding(lengths, fmt, group, power, pattern, seed):
+    cache = paged_cache(lengths, heads=2, dtype=torch.float16, pattern=pattern, seed=seed)
+    q = normal(len(lengths), 2 * group, 64, seed=seed, dtype=torch.float32)
+    assert_mass_is_within_its_operands_rounding((q * 2.0**power).half(), cache, fmt, scale=0.125)
+
+
+@pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[3]], ids=str)
+def test_a_row_of_a_batch_is_its_solo_run_bit_by_bit(fmt):
+    cache = paged_cache([700, 33, 0, 16 * 20, 1], heads=2, dtype=torch.float16)
+    q = normal(5, 6, 64, seed=1, dtype=torch.float16)
+    records = records_of(cache, fmt)
+    together = fast_mass(q, records, cache, fmt)
+    for b in range(5):
+        alone = fast_mass(q[b : b + 1], records, cache.row(b), fmt)
+        assert torch.equal(alone.log_mass[0], together.log_mass[b])
+        assert torch.equal(alone.total[0], together.total[b])
+
+
+@pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[2]], ids=str)
+def test_a_marked_page_is_infinite_and_leaves_the_others_and_the_total_alone(fmt):
+    cache = paged_cache([16 * 9 + 1], heads=2, dtype=torch.float16)
+    q = normal(1, 4, 64, seed=1, dtype=torch.float16)
+    clean = fast_mass(q, records_of(cache, fmt), cache, fmt)
+    cache.k[cache.block_table[0, 3], 1, 5, 7] = math.nan
+    got = fast_mass(q, records_of(cache, fmt), cache, fmt)
+    marked = got.log_mass == math.inf
+    assert marked.nonzero().tolist() == [[0, 2, 3], [0, 3, 3]]
+    assert torch.equal(got.log_mass[~marked], clean.log_mass[~marked])
+    assert (got.total[:, 2:] < clean.total[:, 2:]).all()
+    assert torch.equal(got.total[:, :2], clean.total[:, :2])
+
+
+def test_logits_of_hundreds_of_thousands_keep_their_order():
+    cache = paged_cache([10 * 16 + 2], D=128, dtype=torch.float16)
+    q = torch.full((1, 2, 128), 300.0, dtype=torch.float16, device=cache.k.device)
+    for n in range(10):
+        cache.k[cache.block_table[0, n]] = 100 + 3 * ((5 * n) % 9)
+    records = records_of(cache, SummaryFormat())
+    got = fast_mass(q, records, cache, SummaryFormat()).log_mass
+    want = reference.page_mass(
+        q, records, cache.block_table, cache.seq_lens, SummaryFormat(), scale=128**-0.5
+    )
+    assert got[..., :10].min() > 3e5
+    torch.testing.assert_close(got.double(), want.log_mass, rtol=2e-3, atol=0)
+    assert got[0, 0, :9].argsort().tolist() == [(2 * m) % 9 for m in range(9)]
+
+
+def test_the_shape_alone_decides_which_path_is_taken():
+    cache = paged_cache([40], dtype=torch.float16)
+    q, records = normal(1, 2, 64, seed=1, dtype=torch.float16), records_of(cache, SummaryFormat())
+    assert score_hopper.fits(q, records, SummaryFormat())
+    assert not score_hopper.fits(q.float(), records, SummaryFormat())
+    assert not score_hopper.fits(normal(1, 17, 64, seed=1, dtype=torch.float16), records, SummaryFormat())
+    for other in (
+        SummaryFormat(16, 2),
+        SummaryFormat(32, 4),
+        SummaryFormat(16, 4, 16),
+        SummaryFormat(16, 4, 8, 8),
+        SummaryFormat(16, 4, 8, 4, 16),
+    ):
+        assert not score_hopper.fits(q, records, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [16 * 16384 + 5, 2**20, 2**21 + 17])
+def test_long_rows_have_chunks_of_their_own_length(length):
+    """A table that repeats a few blocks: the same page has the same mass wherever it stands."""
+    cache = paged_cache([64 * 20], heads=2, D=128, block=64, dtype=torch.bfloat16)
+    table = cache.block_table[:, :20].repeat(1, -(-length // (64 * 20)))
+    q = normal(1, 8, 128, seed=1, dtype=torch.bfloat16)
+    records = records_of(cache, SummaryFormat())
+    long = Cache(cache.k, cache.v, table, ids(length))
+    short = fast_mass(
+        q, records, Cache(cache.k, cache.v, table[:, :21], ids(64 * 20 + 16)), SummaryFormat()
+    ).log_mass[0, :, :80]
+    got = fast_mass(q, records, long, SummaryFormat())
+    pages = -(-length // 16) - 1
+    repeated = short.repeat(1, -(-pages // 80))[:, :pages]
+    assert torch.equal(got.log_mass[0, :, :pages], repeated)
+    assert (got.log_mass[0, :, pages:] == -math.inf).all()
+    total = repeated[:, 1:].double().logsumexp(-1)
+    torch.testing.assert_close(got.total[0].double(), total, rtol=0, atol=1e-4)

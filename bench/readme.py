@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from locks import SummaryFormat
 
@@ -56,7 +57,75 @@ def demo() -> str:
     return _table(header, rows) + "\n\n" + note
 
 
-TABLES = {"records": records, "demo": demo}
+def needles() -> str:
+    """Digits right and KL by selector and budget."""
+    result = json.loads((ROOT / "bench/results/needles.json").read_text())
+    dense = next(row for row in result["rows"] if row["budget"] is None)
+    cells: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if row["budget"] is not None:
+            cells.setdefault(f"{row['selector']} {row['format']}".strip(), {})[row["budget"]] = row
+    budgets = sorted({budget for found in cells.values() for budget in found})
+    rows = []
+    for name, found in cells.items():
+        digits = [
+            f"{found[b]['digits_right']:.3f} ({'-'.join(f'{end:.2f}' for end in found[b]['digits_right_95'])})"
+            for b in budgets
+        ]
+        rows.append([name, *digits, *(f"{found[b]['kl']:.3f}" for b in budgets)])
+    header = ["selector", *(f"{b} tokens" for b in budgets), *(f"KL at {b}" for b in budgets)]
+    note = (
+        f"{result['model']}, {dense['questions']} questions of four digits; dense attention has "
+        f"{dense['digits_right']:.3f} right. 95 % bootstrap intervals over questions; "
+        f"`bench/results/needles.json`, by `{result['command']}` on {result['device']['name']}, {result['dtype']}."
+    )
+    return _table(header, rows) + "\n\n" + note
+
+
+def attention() -> str:
+    """Device time of a decode step's attention against the fastest dense attention of the run."""
+    result = json.loads((ROOT / "bench/results/h200/attention.json").read_text())
+    shapes: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
+    dense: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in result["rows"]:
+        key = (row["model"], row["T"], row["B"])
+        if row["op"] == "dense":
+            dense[key] = min(dense.get(key, row), row, key=lambda one: one["p50_us"])
+        elif row["R"] is not None:
+            shapes.setdefault((*key, row["R"], row["layout"]), {})[row["op"], row["impl"]] = row
+    rows = []
+    for (*key, rank, layout), found in shapes.items():
+        chain = found.get(("chain", "locks"))
+        if chain is None:
+            continue
+        fastest = dense[tuple(key)]
+        stages = [
+            found.get(("score", "hopper"), found["score", "general"]),
+            found["select", "locks"],
+            found["attend", "locks"],
+        ]
+        rows.append(
+            [
+                f"{key[0]}, {key[1] // 1024}K, batch {key[2]}",
+                str(rank),
+                layout.split(",")[0],
+                f"{fastest['p50_us']:.0f} ({fastest['impl']})",
+                *(f"{stage['p50_us']:.1f}" for stage in stages),
+                f"{chain['p50_us']:.1f}",
+                f"{fastest['p50_us'] / chain['p50_us']:.2f}x",
+            ]
+        )
+    header = ["shape", "rank", "layout", "dense", "score", "select", "attend", "step", "dense / step"]
+    machine = result["rows"][0]
+    note = (
+        f"µs of device time a layer, median of graph replays, budget 2,048 tokens; {machine['GPU']}, reads at "
+        f"{result['read_gb_per_s'] / 1000:.2f} TB/s; torch {machine['torch']}, triton {machine['triton']}, commit "
+        f"{machine['commit'][:7]}; `bench/results/h200/attention.json`, by `make bench`."
+    )
+    return _table(header, rows) + "\n\n" + note
+
+
+TABLES = {"records": records, "demo": demo, "needles": needles, "attention": attention}
 
 
 def render(text: str) -> str:

@@ -232,7 +232,7 @@ def score(
     else:
         _general(q, records, block_table, seq_lens, fmt, scale, window_pages, config, log_mass, partial)
     total_kernel[(Hq, B)](
-        partial, total, *partial.stride()[:2], total.stride(0), chunks, BLOCK_C=128, num_warps=1
+        partial, total, *partial.stride()[:2], total.stride(0), chunks, BLOCK_C=1024, num_warps=4
     )
     return log_mass, total
 

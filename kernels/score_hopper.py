@@ -37,19 +37,24 @@ from .hopper_asm import (
     spread_bytes,
     take_bytes,
 )
+from .records import hadamard
 
 # A chunk of a row has one log-sum-exp: 16 pages, and more where that would make more chunks than these.
 MAX_CHUNKS = 1024
 
+# By rank: registers of a program (a warp), and programs a multiprocessor that they leave room for.
+REGISTERS = {4: 128, 8: 168}
+PROGRAMS = {4: 16, 8: 12}
+
 LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = 1.4426950408889634
 # What one is in a logit's fp16 operands: their range in logits is 256 times that of fp16.
 UNIT = tl.constexpr(2.0**-8)
 
 
 @triton.jit
 def as_operand(x, D: tl.constexpr):
-    """Bytes [ROWS, D / 2] of vectors as the product's second operand [D / 2, ROWS], in the order of `load_digits`."""
+    """Bytes [ROWS, D / 2] of vectors as the product's second operand [D / 2, ROWS], ordered as the query's digits."""
     STEPS: tl.constexpr = D // 64
     x = tl.reshape(x, (x.shape[0], 4, STEPS, 8))
     x = tl.permute(x, (0, 2, 1, 3))
@@ -57,51 +62,51 @@ def as_operand(x, D: tl.constexpr):
 
 
 @triton.jit
-def butterfly(x, lane, bit):
-    """Sums and differences along the last axis of x of elements whose numbers, `lane`, differ in one bit."""
-    other = tl.gather(x, lane ^ bit, 1)
-    return tl.where((lane & bit) == 0, x + other, other - x)
+def quantise_kernel(
+    q_ptr,
+    digits_ptr,
+    numbers_ptr,
+    stride_q_b,
+    stride_q_h,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Two int8 digits of up to 8 queries of a group, rotated, in the order of `as_operand`.
 
-
-@triton.jit
-def load_digits(q_ptr, stride_q_h, scale, first, G: tl.constexpr, D: tl.constexpr):
-    """Two int8 digits of up to 8 queries, rotated: rows 0-7 the high ones, rows 8-15 the low ones.
-
-    Returns the halves of D [16, D / 2], the value of one unit [8] and |scale q|^2 [8], scale in log2.
+    Of both halves of D there are 16 rows, 8 of high digits and 8 of low ones; the numbers are the value of one unit
+    and |scale q|^2, scale in log2.
     """
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    H: tl.constexpr = D // 2
     STEPS: tl.constexpr = D // 64
-    row = tl.arange(0, 16)
-    k = tl.arange(0, D // 2)
-    # Element k of the product is this element of the half.
-    d = ((k // 8) % 4) * (8 * STEPS) + (k // 32) * 8 + k % 8
+    off_g = tl.arange(0, 8)
+    d = tl.arange(0, H)
     # Rows of absent heads repeat the last one; their results are not stored.
-    head = tl.minimum(first + row % 8, G - 1)
-    at = q_ptr + head[:, None] * stride_q_h + d[None, :]
+    q_head = head * G + tl.minimum(tile * 8 + off_g, G - 1)
+    at = q_ptr + row * stride_q_b + q_head[:, None] * stride_q_h + d[None, :]
     a = tl.load(at).to(tl.float32) * scale
-    b = tl.load(at + D // 2).to(tl.float32) * scale
+    b = tl.load(at + H).to(tl.float32) * scale
     norm = tl.sum(a * a + b * b, 1)
-    # `locks.format.rotate`: its blocks are 16 elements of each half, whose places differ in four bits of d.
-    total = (a + b) * 32**-0.5
-    b = (a - b) * 32**-0.5
-    a = total
-    lane = k[None, :] + tl.zeros((16, D // 2), tl.int32)
-    for bit in tl.static_range(3):
-        a = butterfly(a, lane, 1 << bit)
-        b = butterfly(b, lane, 1 << bit)
-    a = butterfly(a, lane, 8 * STEPS * STEPS)
-    b = butterfly(b, lane, 8 * STEPS * STEPS)
-    top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
-    unit = tl.maximum(top, 1e-30) * (1.0 / 16256.0)
-    x = tl.floor(a * (1.0 / unit)[:, None] + 0.5).to(tl.int32)
-    y = tl.floor(b * (1.0 / unit)[:, None] + 0.5).to(tl.int32)
-    x_high = (x + 64) >> 7
-    y_high = (y + 64) >> 7
-    high = (row < 8)[:, None]
-    x = tl.where(high, x_high, x - x_high * 128).to(tl.int8)
-    y = tl.where(high, y_high, y - y_high * 128).to(tl.int8)
-    unit, _ = tl.split(tl.permute(tl.reshape(unit, (2, 8)), (1, 0)))
-    norm, _ = tl.split(tl.permute(tl.reshape(norm, (2, 8)), (1, 0)))
-    return x, y, unit, norm
+    # `locks.format.rotate`, whose blocks are 16 elements of each half.
+    first = hadamard(a + b, 1, 16) * 32**-0.5
+    second = hadamard(a - b, 1, 16) * 32**-0.5
+    unit = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
+    unit = tl.maximum(unit, 1e-30) * (1.0 / 16256.0)
+    # The place of element d in a product.
+    k = (d // (8 * STEPS)) * 8 + (d // 8) % STEPS * 32 + d % 8
+    item = (row * tl.num_programs(1) + head) * tl.num_programs(0) + tile
+    at = digits_ptr + item * (32 * H) + off_g[:, None] * H + k[None, :]
+    for half in tl.static_range(2):
+        x = first if half == 0 else second
+        x = tl.floor(x * (1.0 / unit)[:, None] + 0.5).to(tl.int32)
+        high = (x + 64) >> 7
+        tl.store(at + half * (16 * H), high.to(tl.int8))
+        tl.store(at + half * (16 * H) + 8 * H, (x - high * 128).to(tl.int8))
+    tl.store(numbers_ptr + item * 16 + off_g, unit)
+    tl.store(numbers_ptr + item * 16 + 8 + off_g, norm)
 
 
 @triton.jit
@@ -352,14 +357,13 @@ def accumulate(
 
 @triton.jit(do_not_specialize=["zero", "window_pages"])
 def score_hopper_kernel(
-    q_ptr,
+    digits_ptr,
+    numbers_ptr,
     rec_ptr,
     block_table_ptr,
     seq_lens_ptr,
     log_mass_ptr,
     partial_ptr,
-    stride_q_b,
-    stride_q_h,
     stride_r_b,
     stride_r_h,
     stride_r_p,
@@ -368,7 +372,6 @@ def score_hopper_kernel(
     stride_m_h,
     stride_p_b,
     stride_p_h,
-    scale,
     max_pages,
     max_chunks,
     window_pages,
@@ -396,7 +399,10 @@ def score_hopper_kernel(
         log_rounds += (newest > (1 << bound)).to(tl.int32)
     per_chunk = 1 << log_rounds
     chunks = (newest + 16 * per_chunk - 1) // (16 * per_chunk)
-    q_ptr += row * stride_q_b + head * G * stride_q_h
+    H: tl.constexpr = D // 2
+    TILES: tl.constexpr = (G + 7) // 8
+    item = (row * tl.num_programs(1) + head) * TILES
+    digit = tl.arange(0, 16)[:, None] * H + tl.arange(0, H)[None, :]
     rec_ptr += head * stride_r_h
     block_table_ptr += row * stride_t_b
     log_mass_ptr += row * stride_m_b + head * G * stride_m_h
@@ -406,16 +412,19 @@ def score_hopper_kernel(
     one = (zero + 1).to(tl.float16)
     if pid < chunks:
         for first in tl.static_range(0, G, 8):
-            q_first, q_second, unit, norm = load_digits(q_ptr, stride_q_h, scale * LOG2E, first, G, D)
+            q_at = digits_ptr + (item + first // 8) * (32 * H) + digit
+            q_first = tl.load(q_at)
+            q_second = tl.load(q_at + 16 * H)
+            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + off_g)
+            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + off_g)
             rounds = (chunks - pid + programs - 1) // programs * per_chunk
             best = tl.full((8, 4), -float("inf"), tl.float32)
             mass = tl.zeros((8, 4), tl.float32)
             n = pid * 16 * per_chunk
             places = load_places(block_table_ptr, n, newest, stride_r_b, stride_r_p, zero, PER_BLOCK)
             b0, m0, n0, e0, o0, c0, d0, v0 = load_records(rec_ptr, places, zero, R, D, COEF_BITS, VECTORS_AT)
-            places = load_places(block_table_ptr, n + 8, newest, stride_r_b, stride_r_p, zero, PER_BLOCK)
             # Two steps a round: the records of one are loaded while the other's are computed, and no register is
-            # copied. The block table is read one step further ahead, since records cannot be asked for without it.
+            # copied.
             for i in tl.range(0, rounds, num_stages=1):
                 chunk = pid + (i >> log_rounds) * programs
                 n = (chunk * per_chunk + (i & (per_chunk - 1))) * 16
@@ -423,21 +432,19 @@ def score_hopper_kernel(
                 next_n = (
                     (pid + (after >> log_rounds) * programs) * per_chunk + (after & (per_chunk - 1))
                 ) * 16
+                places = load_places(block_table_ptr, n + 8, newest, stride_r_b, stride_r_p, zero, PER_BLOCK)
                 b1, m1, n1, e1, o1, c1, d1, v1 = load_records(
                     rec_ptr, places, zero, R, D, COEF_BITS, VECTORS_AT
                 )
-                places = load_places(block_table_ptr, next_n, newest, stride_r_b, stride_r_p, zero, PER_BLOCK)
                 x = score_pages(
                     q_first, q_second, unit, norm, b0, m0, n0, e0, o0, c0, d0, v0, one, R, D, COEF_BITS, ASM
                 )
                 best, mass = accumulate(
                     x, n, first, newest, limit, max_pages, log_mass_ptr, stride_m_h, best, mass, G, ASM
                 )
+                places = load_places(block_table_ptr, next_n, newest, stride_r_b, stride_r_p, zero, PER_BLOCK)
                 b0, m0, n0, e0, o0, c0, d0, v0 = load_records(
                     rec_ptr, places, zero, R, D, COEF_BITS, VECTORS_AT
-                )
-                places = load_places(
-                    block_table_ptr, next_n + 8, newest, stride_r_b, stride_r_p, zero, PER_BLOCK
                 )
                 x = score_pages(
                     q_first, q_second, unit, norm, b1, m1, n1, e1, o1, c1, d1, v1, one, R, D, COEF_BITS, ASM
@@ -476,11 +483,11 @@ def num_chunks(pages: int) -> int:
 
 
 @functools.cache
-def programs_that_fit(device: torch.device) -> int:
-    """Programs that run at once: 16 a multiprocessor at the 128 registers that `score_hopper` asks for."""
+def programs_that_fit(device: torch.device, rank: int) -> int:
+    """Programs that run at once."""
     if device.type == "cpu":
         return 4
-    return 16 * torch.cuda.get_device_properties(device).multi_processor_count
+    return PROGRAMS[rank] * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def score_hopper(
@@ -501,30 +508,34 @@ def score_hopper(
     at = fmt.layout(D)
     # Not where Triton's interpreter runs it.
     compiled = isinstance(score_hopper_kernel, triton.JITFunction)
-    programs = max(1, min(partial.shape[2], programs_that_fit(q.device) // (Hkv * B)))
+    programs = max(1, min(partial.shape[2], programs_that_fit(q.device, fmt.rank) // (Hkv * B)))
+    group, tiles = Hq // Hkv, triton.cdiv(Hq // Hkv, 8)
+    digits = torch.empty((B, Hkv, tiles, 2, 16, D // 2), dtype=torch.int8, device=q.device)
+    numbers = torch.empty((B, Hkv, tiles, 2, 8), dtype=torch.float32, device=q.device)
+    quantise_kernel[(tiles, Hkv, B)](
+        q, digits, numbers, *q.stride()[:2], scale * LOG2E, G=group, D=D, num_warps=1
+    )
     score_hopper_kernel[(programs, Hkv, B)](
-        q,
+        digits,
+        numbers,
         records.view(torch.int8),
         block_table,
         seq_lens,
         log_mass,
         partial,
-        q.stride(0),
-        q.stride(1),
         records.stride(0) // 16,
         records.stride(1),
         records.stride(2) // 16,
         block_table.stride(0),
         *log_mass.stride()[:2],
         *partial.stride()[:2],
-        scale,
         log_mass.shape[2],
         partial.shape[2],
         window_pages,
         0,
         R=fmt.rank,
         D=D,
-        G=Hq // Hkv,
+        G=group,
         COEF_BITS=fmt.coef_bits,
         VECTORS_AT=at.vector_scales,
         PER_BLOCK=per_block,
@@ -532,7 +543,7 @@ def score_hopper(
         ASM=compiled,
         num_warps=1,
         num_stages=1,
-        **({"maxnreg": 128} if compiled else {}),
+        **({"maxnreg": REGISTERS[fmt.rank]} if compiled else {}),
     )
 
 

@@ -45,7 +45,7 @@ def share_kernel(
     row = tl.program_id(2).to(tl.int64)
     mask_n = off_n < max_pages
     share = tl.zeros((BLOCK_N,), tl.float32)
-    for g in range(G):
+    for g in tl.static_range(G):
         q_head = head * G + g
         x = tl.load(
             log_mass_ptr + row * stride_m_b + q_head * stride_m_h + off_n, mask=mask_n, other=-float("inf")
@@ -251,7 +251,7 @@ def share(log_mass: Tensor, total: Tensor, num_kv_heads: int, *, out: Tensor | N
     B, Hq, N = log_mass.shape
     if out is None:
         out = torch.empty((B, num_kv_heads, N), dtype=torch.float32, device=log_mass.device)
-    share_kernel[(triton.cdiv(N, 1024), num_kv_heads, B)](
+    share_kernel[(triton.cdiv(N, 256), num_kv_heads, B)](
         log_mass,
         total,
         out,
@@ -260,7 +260,8 @@ def share(log_mass: Tensor, total: Tensor, num_kv_heads: int, *, out: Tensor | N
         *out.stride()[:2],
         N,
         G=Hq // num_kv_heads,
-        BLOCK_N=1024,
+        BLOCK_N=256,
+        num_warps=2,
     )
     return out
 

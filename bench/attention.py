@@ -384,6 +384,7 @@ def measure_quest(report: Report, shape: Shape, layers: list[Layer], block: int)
 
 def main(
     only: Annotated[str, typer.Option(help="models to measure, by commas; all if empty")] = "",
+    tokens: Annotated[str, typer.Option(help="context lengths to measure, by commas; all if empty")] = "",
     quest: Annotated[bool, typer.Option(help="Quest's scoring beside ours")] = False,
     out: Annotated[Path, typer.Option(help="file to write")] = Path("bench/results/h200/attention.json"),
 ) -> None:
@@ -392,7 +393,9 @@ def main(
         raise typer.BadParameter("needs a CUDA device, and torch sees none")
     report = Report(out)
     for shape in SHAPES:
-        if only and shape.model not in only.split(","):
+        if (only and shape.model not in only.split(",")) or (
+            tokens and str(shape.T) not in tokens.split(",")
+        ):
             continue
         # Together at least four times the L2 cache, or all that fits.
         count = max(2, min(16, int(2**28 // shape.kv_bytes) + 1, int(60e9 // shape.kv_bytes)))

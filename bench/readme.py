@@ -117,15 +117,47 @@ def attention() -> str:
         )
     header = ["shape", "rank", "layout", "dense", "score", "select", "attend", "step", "dense / step"]
     machine = result["rows"][0]
+    commits = " and ".join(sorted({row["commit"][:7] for row in result["rows"]}))
     note = (
         f"µs of device time a layer, median of graph replays, budget 2,048 tokens; {machine['GPU']}, reads at "
         f"{result['read_gb_per_s'] / 1000:.2f} TB/s; torch {machine['torch']}, triton {machine['triton']}, commit "
-        f"{machine['commit'][:7]}; `bench/results/h200/attention.json`, by `make bench`."
+        f"{commits}; `bench/results/h200/attention.json`, by `make bench`."
     )
     return _table(header, rows) + "\n\n" + note
 
 
-TABLES = {"records": records, "demo": demo, "needles": needles, "attention": attention}
+def vllm() -> str:
+    """Time per output token in vLLM, by context and batch."""
+    result = json.loads((ROOT / "bench/results/h200/vllm_tpot.json").read_text())
+    rows_of = [row for row in result["rows"] if row["measure"] == "tpot"]
+    dense = {(row["context"], row["batch"]): row for row in rows_of if row["impl"] == "dense"}
+    rows = []
+    for row in rows_of:
+        if row["impl"] == "locks":
+            base = dense[row["context"], row["batch"]]
+            rows.append(
+                [
+                    f"{row['context'] // 1024}K",
+                    str(row["batch"]),
+                    str(row["rank"]),
+                    *(
+                        f"{x['tpot_ms']:.2f} ({x['tpot_ms_min']:.2f}-{x['tpot_ms_max']:.2f})"
+                        for x in (base, row)
+                    ),
+                    f"{base['tpot_ms'] / row['tpot_ms']:.2f}x",
+                ]
+            )
+    header = ["context", "batch", "rank", "dense, ms", "LOCKS, ms", "dense / LOCKS"]
+    one = rows_of[0]
+    note = (
+        f"Time per output token, median of {one['samples']} (least-most); the shape of GLM-4-9B-1M with dummy weights, "
+        f"{one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_tpot.json`, by "
+        "`python bench/vllm_tpot.py`."
+    )
+    return _table(header, rows) + "\n\n" + note
+
+
+TABLES = {"records": records, "demo": demo, "needles": needles, "attention": attention, "vllm": vllm}
 
 
 def render(text: str) -> str:

@@ -81,6 +81,8 @@ def _show_report(found: dict[str, Any]) -> None:
     device = found["device"]
     table.add_row("device", ", ".join(f"{name} {value}" for name, value in device.items()))
     table.add_row("runs", {"triton": "Triton kernels", "torch": "plain PyTorch"}[found["impl"]])
+    if found["vllm"]:
+        table.add_row("vLLM plugin", "loads" if found["vllm"]["loads"] else found["vllm"]["reason"])
     if found["selftest"]:
         table.add_row(
             "self-test", f"a decode step is within {found['selftest']['max_error']:.1e} of dense attention"
@@ -164,6 +166,94 @@ def generate(
         _print_json(result)
     else:
         _show_texts(result)
+
+
+@app.command(
+    "eval", epilog="Example: locks eval ruler --selector locks-r8,quest --budgets 64,128,full --lengths 4096"
+)
+def evaluate(
+    task: Annotated[
+        str,
+        typer.Argument(help="ruler, needles, perplexity, longbench, math500, aime or infinitebench."),
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A model directory or a .gguf file; SmolLM2-135M-Instruct where none is given."),
+    ] = None,
+    selector: Annotated[
+        str,
+        typer.Option(help="By commas: locks, locks-r8, locks-r4c8, oracle, quest, shared-r4, streaming, ..."),
+    ] = "locks,oracle,quest",
+    budgets: Annotated[
+        str, typer.Option(help="Tokens a KV head attends to, by commas; full for dense attention.")
+    ] = "64,128,512,2048,full",
+    lengths: Annotated[
+        str,
+        typer.Option(help="Tokens of a prompt and its answer, by commas: 4096, 16k.", show_default="4096"),
+    ] = "",
+    tasks: Annotated[
+        str, typer.Option(help="Some of the family's tasks, by commas; all where none is named.")
+    ] = "",
+    examples: Annotated[
+        int | None, typer.Option(help="Examples of a task, at most.", show_default="the family's own")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Answers drawn for a problem, in math500 and aime.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of whatever is drawn.")] = 42,
+    data: Annotated[Path | None, typer.Option(help="The dataset's file or directory.")] = None,
+    haystack: Annotated[Path | None, typer.Option(help="A text file of prose to hide things in.")] = None,
+    squad: Annotated[Path | None, typer.Option(help="SQuAD 2.0's dev-v2.0.json, for RULER's qa_1.")] = None,
+    hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA's dev JSON, for RULER's qa_2.")] = None,
+    engine: Annotated[str, typer.Option(help="What runs the model.")] = "hf",
+    page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    batch: Annotated[int, typer.Option(help="Answers at once.")] = 1,
+    tail: Annotated[int, typer.Option(help="Last tokens of a prompt that are read sparsely too.")] = 1,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template, if it has one.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the log and the summary.", show_default="out/eval-TASK")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """A public task under every selector and budget, with intervals; a run that was killed goes on where it was.
+
+    Exits with 1 where answers are missing at the end.
+    """
+    with _mistakes(ValueError):
+        from locks.quality import command, families, summary
+
+        options = families.Options(
+            tasks=[name.strip() for name in tasks.split(",") if name.strip()],
+            lengths=command.parse_lengths(lengths),
+            count=examples,
+            seed=seed,
+            samples=samples,
+            chat=chat,
+            data=data,
+            haystack=haystack,
+            squad=squad,
+            hotpotqa=hotpotqa,
+        )
+        request = command.check(
+            task,
+            options,
+            selectors=selector,
+            budgets=budgets,
+            page=page,
+            model=model,
+            engine=engine,
+            batch=batch,
+            tail=tail,
+            out=Path("out") / f"eval-{task}" if out is None else out,
+        )
+    with _mistakes(ValueError, TypeError, NotImplementedError, OSError):
+        rows, missing = command.execute(request)
+    if as_json:
+        _print_json({"rows": rows, "missing": missing})
+    else:
+        Console().print(summary.table(rows))
+        typer.echo(f"{request.out / 'summary.json'}")
+    if missing:
+        typer.echo(f"cut short: {missing} answers are missing; the same command goes on with them", err=True)
+        raise typer.Exit(1)
 
 
 def _prompt(file: Path | None, text: str | None) -> str:

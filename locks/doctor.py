@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from locks import api, models, reference
 from locks.format import SummaryFormat
+from locks.vllm import compat
 
 DISTRIBUTION = "locks-attention"
 EXTRAS = {"hf": "Hugging Face models", "demo": "`locks demo` and SmolLM2"}
@@ -34,7 +35,8 @@ class Problem(NamedTuple):
 def report() -> dict[str, Any]:
     """Versions, device, implementation, self-test and problems; `ok`: none of them stops the library."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    problems = [*_package_problems(), *_gpu_problems(device), *_model_problems()]
+    engine = vllm_facts(device)
+    problems = [*_package_problems(), *_gpu_problems(device), *_model_problems(), *_vllm_problems(engine)]
     selftest, failed = _selftest(device)
     problems += failed
     return {
@@ -43,6 +45,7 @@ def report() -> dict[str, Any]:
         "device": device_facts(device),
         "impl": api.resolve_impl(None, device, torch.float32),
         "triton_interpreter": os.environ.get("TRITON_INTERPRET") == "1",
+        "vllm": engine,
         "selftest": selftest,
         "problems": [problem._asdict() for problem in problems],
     }
@@ -124,12 +127,38 @@ def _model_problems() -> list[Problem]:
     return []
 
 
+def vllm_facts(device: torch.device) -> dict[str, Any] | None:
+    """Which vLLM is installed, whether the plugin would load there and if not, why; None where there is none."""
+    found = compat.installed()
+    if found is None:
+        return None
+    distribution, version = found
+    reason = compat.unsupported(version, device.type)
+    if reason is None and not compat.registered():
+        reason = f"the entry point of {DISTRIBUTION} is not installed, so vLLM does not see the plugin"
+    return {"distribution": distribution, "version": version, "loads": reason is None, "reason": reason}
+
+
+def _vllm_problems(engine: dict[str, Any] | None) -> list[Problem]:
+    if engine is None or engine["loads"]:
+        return []
+    what, _, fix = engine["reason"].partition(": ")
+    fix = fix.partition(", or")[0] or f"pip install --force-reinstall --no-deps {DISTRIBUTION}"
+    return [Problem(what, fix, "the vLLM plugin")]
+
+
 def versions() -> dict[str, str | None]:
     """Of Python and of the packages that results depend on; None where one is not installed."""
     names = (DISTRIBUTION, "torch", "triton", "transformers", "numpy")
     found = {name: version_of(name) for name in names}
+    engine = compat.installed()
     # torch's own string tells which CUDA it was built for.
-    return {"python": platform.python_version(), **found, "torch": torch.__version__}
+    return {
+        "python": platform.python_version(),
+        **found,
+        "torch": torch.__version__,
+        "vllm": None if engine is None else engine[1],
+    }
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:

@@ -466,9 +466,9 @@ def test_debug_checks_lengths_and_block_ids(operation, tensor, at, value, messag
 @pytest.mark.parametrize("operation", ["summarize", "page_logits", "page_mass", "sparse_attention", "decode"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_debug_accepts_a_full_table_and_any_block_id_behind_a_rows_end(operation, impl):
-    """Row 1's 40 tokens use two of its four blocks of 32."""
+    """Row 1's 64 tokens fill two of its four blocks of 32."""
     args = {**arguments(operation), "debug": True, "impl": impl}
-    args["seq_lens"][0] = COLUMNS * BLOCK
+    args["seq_lens"][0], args["seq_lens"][1] = COLUMNS * BLOCK, 2 * BLOCK
     args["block_table"][1, 2:] = -1
     args["block_table"][0, 0], args["block_table"][0, 1] = 0, BLOCKS - 1
     call(operation, args)

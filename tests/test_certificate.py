@@ -14,13 +14,17 @@ from torch import Tensor
 from locks import (
     Decoded,
     SummaryFormat,
+    api,
     decode,
     page_mass,
+    page_share,
     reference,
+    select_pages,
+    sparse_attention,
     summarize,
     torch_impl,
 )
-from locks.format import unpack
+from locks.format import rotate, unpack
 from locks.pages import by_page, num_pages
 from locks.types import Certificate
 from tests.helpers import (
@@ -267,6 +271,48 @@ def test_a_certificate_is_the_references_less_rounding(impl):
     )
 
 
+@pytest.mark.parametrize(
+    ("fmt", "strength"),
+    [
+        (SHARP, 0.01),
+        (SHARP, 1.0),
+        (SHARP, 10.0),
+        (SHARP, 100.0),
+        (SummaryFormat(), 0.3),
+        (SummaryFormat(), 1.0),
+    ],
+)
+def test_the_kernels_certificate_is_pytorchs_less_its_own_sums_rounding(fmt, strength):
+    """Given one log-mass and one lse. What keys' sizes allow for is all of the error where logits are tens."""
+    cache = paged_cache([420, 333], heads=2, pattern="low_rank")
+    q = strength * normal(2, 6, 64, seed=3)
+    records, table = records_of(cache, fmt), cache.keys_args[1:]
+    mass = page_mass(q, records, *table, fmt, impl="torch")
+    share = page_share(mass, 2, impl="torch")
+    pages = select_pages(share, cache.seq_lens, page=16, budget=160, impl="torch")
+    lse = sparse_attention(q, *cache.args, pages, page=16, impl="torch").lse
+    args = (q, cache.k, records, *table, fmt, mass.log_mass, pages, lse)
+    want, got = (api._load(impl).certify(*args, scale=0.125) for impl in IMPLS)
+    # Both end in a rounding to float32.
+    assert (got.share - want.share <= 2**-24).all()
+    assert (got.share - want.share >= -1e-5).all()
+    assert (got.output_error >= want.output_error * (1 - 2**-23)).all()
+    assert (got.output_error <= want.output_error * (1 + 3e-5)).all()
+
+
+@pytest.mark.parametrize("part", ["mean", "basis"])
+def test_the_sizes_of_a_records_parts_bound_its_keys_and_no_more(part):
+    """Keys whose rotated elements are all of one size: no vector of such codes is longer."""
+    flat = rotate(torch.ones(64))
+    signs = torch.ones(16, 1) if part == "mean" else torch.tensor([1.0, -1.0]).repeat(8)[:, None]
+    cache = one_pool((100 * signs * flat).expand(1, 3, -1, -1), 1)
+    records = summarize(*cache.keys_args, SHARP, impl="torch")
+    _, norm, size = torch_impl._numbers(records, cache.block_table, SHARP, 64)
+    longest = float((100 * flat).double().norm())
+    assert (size + norm >= longest)[..., :3].all()
+    assert (size + norm <= 1.02 * longest)[..., :3].all()
+
+
 def test_of_a_group_the_worst_head_counts():
     cache = paged_cache([420, 333], heads=1, pattern="low_rank")
     q = 2 * normal(2, 3, 64, seed=3)
@@ -318,6 +364,30 @@ def test_a_residual_too_large_to_store_leaves_nothing_certain(impl):
     assert got.certificate is not None
     assert got.certificate.share.tolist() == [[0.0]]
     assert decode(*args, budget=112, certificate=True, impl=impl).certificate == (1, 0)
+
+
+@by_impl
+def test_an_old_record_in_the_newest_pages_place_is_not_read(impl):
+    cache = paged_cache([100], pattern="low_rank")
+    records = records_of(cache, SHARP)
+    args = (normal(1, 2, 64, seed=1), cache.k, cache.v, records, *cache.keys_args[1:], SHARP)
+    want = decode(*args, budget=64, certificate=True, impl=impl).certificate
+    records[cache.block_table[0, 6].long()] = 0x7F
+    assert decode(*args, budget=64, certificate=True, impl=impl).certificate == want
+
+
+@by_impl
+def test_a_residual_that_may_be_cut_off_at_the_largest_number_is_not_taken_for_it(impl):
+    """Where all else in the record is small."""
+    cache, at = paged_cache([100], pattern="low_rank"), SHARP.layout(64)
+    records = records_of(cache, SHARP)
+    records[..., at.residual_norm : at.residual_norm + 2] = 0x7F
+    args = (1e-38 * normal(1, 1, 64, seed=1), cache.k, cache.v, records, *cache.keys_args[1:], SHARP)
+    got = decode(*args, budget=48, certificate=True, impl=impl)
+    want = reference.decode(*args, budget=48, scale=0.125, certificate=True)
+    for proof in (got.certificate, want.certificate):
+        assert proof is not None
+        assert proof.share.tolist() == [[0.0]]
 
 
 @by_impl

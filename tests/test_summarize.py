@@ -208,6 +208,15 @@ def test_factors_of_drawn_spectra(
     check_factors(Factors(*(part[0, 0].cpu() for part in got)), keys)
 
 
+def test_equal_singular_values_are_a_direction_each(device: str) -> None:
+    """Opposite keys in pairs, each pair along an axis of its own: eight singular values with the same bits."""
+    keys = torch.zeros(1, 16, 64)
+    pair = torch.arange(8)
+    keys[0, 2 * pair, pair], keys[0, 2 * pair + 1, pair] = 1, -1
+    got = factors(*one_row(keys, device), 8, 16)
+    check_factors(Factors(*(part[0, 0].cpu() for part in got)), keys)
+
+
 def test_factors_are_zero_for_pages_that_are_not_full_or_not_finite(device: str) -> None:
     keys = torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(0))
     keys[0, 1, 20, 3] = torch.inf

@@ -1,0 +1,254 @@
+"""Contexts with needles and questions: prefilled once in one batch, asked many times, and looked at layer by layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from outputs import InputError
+from torch import Tensor
+
+from locks import hf
+from locks.baselines import PageState, RandomPages, SharedBasis, SharedFactors, fit_shared
+from locks.models import load_model, load_smollm2
+from locks.needles import NeedleTask, _python_prose, build_needles
+
+# Of the prose, what no context is made of: a shared basis that is fitted offline learns from it.
+HELD_OUT = 0.25
+
+
+class Rows(NamedTuple):
+    """One layer as the answers of one context see it; row = (question, digit), all on the context's blocks.
+
+    q [B, Hq, D] of the position that predicts the digit, k_cache and v_cache [num_blocks, Hkv, block, D],
+    block_table [B, max_blocks] int32, seq_lens [B] int32.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    scale: float
+
+    @property
+    def keys_args(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.k_cache, self.block_table, self.seq_lens
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.k_cache, self.v_cache, self.block_table, self.seq_lens
+
+    @property
+    def heads(self) -> int:
+        return self.k_cache.shape[1]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Contexts prefilled densely in one batch, padded on the left, one cache row each."""
+
+    model: Any
+    tasks: Sequence[NeedleTask]
+    cache: hf.PagedCache
+    # [contexts, columns] bool
+    real: Tensor
+
+    @property
+    def questions(self) -> list[Any]:
+        """All contexts' questions, in order."""
+        return [q for task in self.tasks for q in task.questions]
+
+    @property
+    def answers(self) -> Tensor:
+        """[questions, digits] the tokens that are right."""
+        return torch.tensor([q.answer_ids for q in self.questions], device=self.model.device)
+
+
+@functools.cache
+def prose() -> tuple[str, str]:
+    """Prose that is installed with Python: what contexts are made of, and what is held out."""
+    sentences = list(_python_prose())
+    cut = round(len(sentences) * (1 - HELD_OUT))
+    return "\n\n".join(sentences[:cut]), "\n\n".join(sentences[cut:])
+
+
+def load(path: Path | None, device: str) -> tuple[Any, Any]:
+    """Model and tokenizer at a path, SmolLM2 for None."""
+    return load_smollm2(device=device) if path is None else load_model(path, device=device)
+
+
+@functools.cache
+def enabled(path: Path | None, device: str) -> tuple[Any, Any]:
+    """The same, prepared for paged caches, once a process, on one thread: equal seeds then give equal tables."""
+    torch.set_num_threads(1)
+    model, tokenizer = load(path, device)
+    return hf.enable(model, hf.LocksConfig(budget=None)), tokenizer
+
+
+def make_tasks(tokenizer: Any, tokens: int, seeds: Sequence[int]) -> list[NeedleTask]:
+    """One context of eight questions a seed."""
+    return [build_needles(tokenizer, tokens=tokens, seed=seed, text=prose()[0]) for seed in seeds]
+
+
+def prefill(model: Any, tasks: Sequence[NeedleTask]) -> Batch:
+    """The contexts in one paged cache without summaries."""
+    width = max(len(task.context_ids) for task in tasks)
+    ids = torch.zeros((len(tasks), width), dtype=torch.long)
+    real = torch.zeros((len(tasks), width), dtype=torch.bool)
+    for row, task in enumerate(tasks):
+        ids[row, width - len(task.context_ids) :] = torch.tensor(task.context_ids)
+        real[row, width - len(task.context_ids) :] = True
+    ids, real = ids.to(model.device), real.to(model.device)
+    cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
+    position = (real.cumsum(1) - 1).clamp(min=0)
+    with torch.inference_mode():
+        model(ids, attention_mask=real, position_ids=position, past_key_values=cache, logits_to_keep=1)
+    return Batch(model, tasks, cache, real)
+
+
+def ask(batch: Batch, config: hf.LocksConfig, at_column: Callable[[int], None] | None = None) -> Tensor:
+    """Logits [questions, digits, V] of the answers, teacher-forced, a token a step, all questions in one batch."""
+    questions, each = batch.questions, len(batch.tasks[0].questions)
+    width = max(len(q.input_ids) for q in questions)
+    # Dense attention gives one token and many the same logits.
+    chunk = width if config.budget is None else 1
+    kept: list[list[Tensor]] = [[] for _ in questions]
+    with torch.inference_mode():
+        cache = hf.fork(batch.cache, config)
+        cache.batch_repeat_interleave(each)
+        mask = batch.real.repeat_interleave(each, 0)
+        position = mask.sum(1)[:, None] + torch.arange(width, device=mask.device)
+        # What stands behind a shorter question is read and not looked at.
+        ids = torch.tensor([[*q.input_ids, *[0] * (width - len(q.input_ids))] for q in questions])
+        ids = ids.to(mask.device)
+        for column in range(0, width, chunk):
+            if at_column is not None:
+                at_column(column)
+            new = slice(column, column + chunk)
+            mask = torch.cat([mask, torch.ones_like(position[:, new], dtype=torch.bool)], 1)
+            logits = batch.model(
+                ids[:, new], attention_mask=mask, position_ids=position[:, new], past_key_values=cache
+            ).logits
+            for row, q in enumerate(questions):
+                digits = range(len(q.input_ids) - len(q.answer_ids), len(q.input_ids))
+                kept[row] += [logits[row, i].float() for i in range(logits.shape[1]) if column + i in digits]
+    return torch.stack([torch.stack(rows) for rows in kept])
+
+
+def observe(model: Any, task: NeedleTask) -> list[Rows]:
+    """Every layer of one context as its answers see it under dense attention."""
+    batch = prefill(model, [task])
+    length, questions = len(task.context_ids), task.questions
+    digits = len(questions[0].answer_ids)
+    first = [len(q.question_ids) - 1 for q in questions]
+    seen: dict[int, dict[tuple[int, int], Tensor]] = {}
+    last: dict[int, hf.Step] = {}
+    now = 0
+
+    def see(step: hf.Step) -> None:
+        found = seen.setdefault(step.layer_idx, {})
+        for row, column in enumerate(first):
+            if column <= now < column + digits:
+                found[row, now - column] = step.q[row].clone()
+        last[step.layer_idx] = step
+
+    def at_column(column: int) -> None:
+        nonlocal now
+        now = column
+
+    # A budget that covers everything: every step is a dense one that can be looked at.
+    width = max(len(q.input_ids) for q in questions)
+    budget = (length + width + 64) // 64 * 64
+    ask(batch, hf.LocksConfig(budget=budget, selector=RandomPages(16), on_step=see), at_column)
+    order = [(row, digit) for row in range(len(questions)) for digit in range(digits)]
+    lengths = [length + first[row] + digit + 1 for row, digit in order]
+    layers = []
+    for index in sorted(seen):
+        q = torch.stack([seen[index][key] for key in order])
+        layer = last[index].layer
+        # The blocks in use alone, numbered anew: what lies in the others was never written.
+        table = layer.table.long()[[row for row, _ in order]]
+        blocks, numbers = table.unique(return_inverse=True)
+        k_cache, v_cache = layer.k_cache[blocks], layer.v_cache[blocks]
+        # The end of a last block was never written.
+        end = layer.columns % k_cache.shape[2]
+        if end:
+            k_cache[numbers[:, -1], :, end:] = 0
+            v_cache[numbers[:, -1], :, end:] = 0
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+        layers.append(Rows(q, k_cache, v_cache, numbers.int(), seq_lens, last[index].scale))
+    return layers
+
+
+# A context's questions are asked for four analyses in a row.
+@functools.lru_cache(maxsize=16)
+def look(path: Path | None, device: str, tokens: int, seed: int) -> list[Rows]:
+    """`observe` of the context of a seed."""
+    model, tokenizer = enabled(path, device)
+    (task,) = make_tasks(tokenizer, tokens, [seed])
+    return observe(model, task)
+
+
+@functools.cache
+def held_out_keys(path: Path | None, device: str, tokens: int) -> list[Tensor]:
+    """Every layer's keys [Hkv, T, D] of a context of the held-out prose."""
+    model, tokenizer = enabled(path, device)
+    task = build_needles(tokenizer, tokens=tokens, needles=1, seed=0, text=prose()[1])
+    cache = prefill(model, [task]).cache
+    return [layer.dense()[0][0] for layer in cache.layers]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class FittedBasis(SharedBasis):
+    """A shared basis for every layer: given in the layers' order, or fitted to each row's own context."""
+
+    def __init__(self, like: SharedBasis, given: Sequence[Tensor] | None = None) -> None:
+        super().__init__(like.page, like.rank, coef_bits=like.coef_bits)
+        self.given: Iterator[Tensor] | None = None if given is None else iter(given)
+
+    def allocate(self, k_cache: Tensor, carry: PageState | None = None) -> PageState:
+        """As `SharedBasis.allocate`, with the next layer's basis."""
+        state = super().allocate(k_cache, carry)
+        if carry is None and self.given is not None:
+            state.factors = fit_shared(next(self.given), self.rank)
+        return state
+
+    def seal(
+        self,
+        state: PageState,
+        k_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        start: Tensor | None = None,
+        max_new_pages: int | None = None,
+    ) -> None:
+        """As `SharedBasis.seal`, with a context's own basis for its rows; rows of a context stand together."""
+        if self.given is not None:
+            super().seal(state, k_cache, block_table, seq_lens, start=start, max_new_pages=max_new_pages)
+            return
+        contexts = len(seq_lens) if state.factors is None else len(state.factors.mean)
+        each, fitted = len(seq_lens) // contexts, []
+        for c in range(contexts):
+            rows = slice(c * each, (c + 1) * each)
+            known = None if state.factors is None else SharedFactors(*(x[c] for x in state.factors))
+            own = PageState(state.parts, known)
+            since = None if start is None else start[rows]
+            super().seal(
+                own, k_cache, block_table[rows], seq_lens[rows], start=since, max_new_pages=max_new_pages
+            )
+            if own.factors is None:
+                raise InputError("context: expected at least one full page, got a shorter one")
+            fitted.append(own.factors)
+        state.factors = SharedFactors(*(torch.stack(parts) for parts in zip(*fitted, strict=True)))
+
+    def _score(self, state: PageState, query: Tensor, parts: tuple[Tensor, ...], pages: Tensor) -> Tensor:
+        if self.given is None and state.factors is not None:
+            each = len(query) // len(state.factors.mean)
+            rows = SharedFactors(*(x.repeat_interleave(each, 0) for x in state.factors))
+            state = PageState(state.parts, rows)
+        return super()._score(state, query, parts, pages)

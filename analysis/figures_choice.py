@@ -1,0 +1,121 @@
+"""The report's figures of what a choice of pages keeps; see figures.py for those of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from figures import MARKERS, PALETTE, legend, lines, panels, powers
+from matplotlib.figure import Figure
+from outputs import Table
+
+BUDGET = "budget: tokens a KV head attends to"
+
+
+def dots(table: Table, y: str, x: str, by: str, panel: str, labels: dict[str, str]) -> Figure:
+    """A dot and its interval for every variant, a panel for each part."""
+    parts = list(dict.fromkeys(table[panel]))
+    figure, axes = panels(-(-len(parts) // 2), 2, (5.6, 3.9))
+    for ax in axes[len(parts) :]:
+        ax.set_axis_off()
+    for ax, part in zip(axes, parts, strict=False):
+        data = table[table[panel] == part]
+        names, groups = list(dict.fromkeys(data[y])), sorted(set(data[by]))
+        step = 0.6 / len(groups)
+        place = data[by].map(groups.index) - (len(groups) - 1) / 2
+        data = data.assign(at=data[y].map(names.index) + step * place, group=by + " " + data[by].astype(str))
+        look: dict[str, Any] = {"palette": PALETTE[: len(groups)], "markers": MARKERS[: len(groups)]}
+        sns.scatterplot(data, x=x, y="at", hue="group", style="group", s=45, ax=ax, **look)
+        ends = np.abs(data[[f"{x}_low", f"{x}_high"]].to_numpy().T - data[x].to_numpy())
+        ax.errorbar(
+            data[x], data["at"], xerr=ends, fmt="none", ecolor="#606060", capsize=2, elinewidth=1, zorder=1
+        )
+        ax.set_yticks(range(len(names)), names)
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.set(title=str(part), xlabel=labels[x], ylabel="")
+    legend(figure, axes, 4)
+    return figure
+
+
+WHO = {
+    ("locks", ""): "page-local",
+    ("shared", "cache"): "shared, fitted to the cache",
+    ("shared", "held-out"): "shared, fitted to other text",
+    ("quest", ""): "Quest",
+    ("arkvale", ""): "ArkVale ball",
+    ("mean", ""): "mean key",
+    ("random", ""): "random",
+    ("oracle", ""): "oracle",
+}
+
+
+def named(table: Table) -> Table:
+    """Selection's table with a column `who`, without dense attention."""
+    some = table[table["selector"] != "dense"].copy()
+    some["who"] = [WHO[name, fit] for name, fit in zip(some["selector"], some["fit"].fillna(""), strict=True)]
+    return some
+
+
+def pareto(table: Table, page: int, wanted: Sequence[int]) -> Figure:
+    """What is kept against what is resident, at the default bits and those of the wanted budgets that were measured."""
+    data = named(table)
+    every = sorted({int(b) for b in data["budget"]})
+    budgets = [b for b in wanted if b in every] or every[:1]
+    data = data[(data["page"] == page) & data["bits"].fillna("8/4/4").eq("8/4/4")]
+    order = [name for name in WHO.values() if name in set(data["who"]) and name not in ("random", "oracle")]
+    shown = {
+        "of_oracle": "candidates' mass, of the oracle's",
+        "carriers": "share of carriers kept",
+        "output_error": "output error, relative",
+    }
+    figure, axes = panels(len(budgets), 3)
+    for row, budget in enumerate(budgets):
+        for column, (name, label) in enumerate(shown.items()):
+            ax, some = axes[3 * row + column], data[data["budget"] == budget]
+            lines(ax, some[some["who"].isin(order)], "bytes_a_token", name, "who", order)
+            best = some[some["who"] == "oracle"][name]
+            ax.axhline(
+                float(best.iloc[0]), color="#9a9a9a", linewidth=2, zorder=0, label="oracle (reads every key)"
+            )
+            ax.set(
+                title=f"budget {budget}, P = {page}",
+                xlabel="resident bytes a token and KV head",
+                ylabel=label,
+            )
+    legend(figure, axes)
+    return figure
+
+
+def decoded(table: Table) -> Figure:
+    """KL to dense and digits right by budget, of what was decoded."""
+    data = named(table)
+    data = data[data["kl"].notna()].copy()
+    rank = data["rank"].map(lambda r: "" if pd.isna(r) else f" R = {int(r)}")
+    data["name"] = data["who"] + np.where(
+        data["who"] == "page-local", ", P = " + data["page"].astype(int).astype(str) + "," + rank, rank
+    )
+    data = data[(data["bits"].isna() | data["bits"].eq("8/4/4")) & data["page"].eq(16)]
+    data.loc[data["who"].str.startswith("shared"), "name"] = data["who"] + ", bytes of" + rank
+    wanted = [
+        n
+        for n in dict.fromkeys(data["name"])
+        if "mean key" not in n and "random" not in n and "R = 1" not in n
+    ]
+    order = sorted(
+        wanted, key=lambda n: list(WHO.values()).index(next(w for w in WHO.values() if n.startswith(w)))
+    )[:8]
+    figure, axes = panels(1, 2, (6.4, 4.6))
+    for ax, (name, label) in zip(
+        axes, (("kl", "KL to dense, nats a token"), ("digits", "share of digits right")), strict=True
+    ):
+        lines(ax, data[data["name"].isin(order)], "budget", name, "name", order, shift=0.02)
+        powers(ax, sorted({int(b) for b in data["budget"]}))
+        ax.set(xlabel=BUDGET, ylabel=label)
+    axes[0].set_yscale("log")
+    dense = table[table["selector"] == "dense"]["digits"]
+    axes[1].axhline(float(dense.iloc[0]), color="#9a9a9a", linewidth=2, zorder=0, label="dense attention")
+    legend(figure, axes[::-1], 3)
+    return figure

@@ -1,0 +1,189 @@
+"""The whole analysis on a small random model: batches, scores, equal tables for equal seeds, the page."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import blind_sweep
+import blindness
+import capture_keys
+import contexts
+import findings
+import group_combine
+import key_rank
+import outputs
+import pandas as pd
+import pytest
+import quantisation
+import report
+import selection
+import torch
+from selection import Size
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from locks import SummaryFormat, hf, reference
+from locks.baselines import SharedBasis
+from locks.needles import NeedleTask, Question
+from locks.selectors import make_selector
+
+VOCABULARY, DIGITS = 97, 2
+LENGTHS = (203, 190)
+
+
+def ids(count: int, seed: int) -> tuple[int, ...]:
+    drawn = torch.randint(1, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+    return tuple(drawn.tolist())
+
+
+def task(seed: int) -> NeedleTask:
+    """A context and eight questions of random tokens, of different lengths."""
+    questions = tuple(
+        Question("k", "12", (0, 1), 0.0, ids(5 + i % 3, 100 * seed + i), ids(DIGITS, 100 * seed + 50 + i))
+        for i in range(8)
+    )
+    return NeedleTask(ids(LENGTHS[seed], seed + 1), questions)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        initializer_range=0.2,
+    )
+    return hf.enable(LlamaForCausalLM(config).eval(), hf.LocksConfig(budget=None))
+
+
+@pytest.fixture
+def small(model, monkeypatch) -> Size:
+    """The analyses' model and contexts are the small ones; everything else is as it always is."""
+    monkeypatch.setattr(contexts, "enabled", lambda path, device: (model, None))
+    monkeypatch.setattr(contexts, "make_tasks", lambda tokenizer, tokens, seeds: [task(s) for s in seeds])
+    keys = [layer.dense()[0][0] for layer in contexts.prefill(model, [task(1)]).cache.layers]  # type: ignore[attr-defined]
+    monkeypatch.setattr(contexts, "held_out_keys", lambda path, device, tokens: keys)
+    contexts.look.cache_clear()
+    return Size(1, 200, (64, 128), False)
+
+
+@pytest.mark.parametrize("selector", [None, "locks", "quest", "shared"])
+def test_contexts_in_a_batch_answer_as_each_alone(model, selector):
+    def config() -> hf.LocksConfig:
+        if selector is None:
+            return hf.LocksConfig(budget=None)
+        like = make_selector(selector, SummaryFormat(), 64, impl="torch")
+        own = contexts.FittedBasis(like) if isinstance(like, SharedBasis) else like
+        return hf.LocksConfig(budget=64, selector=own)
+
+    together = contexts.ask(contexts.prefill(model, [task(0), task(1)]), config())
+    assert together.shape == (16, DIGITS, VOCABULARY)
+    for seed in (0, 1):
+        alone = contexts.ask(contexts.prefill(model, [task(seed)]), config())
+        torch.testing.assert_close(together[8 * seed : 8 * seed + 8], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_basis_given_for_every_layer_is_that_layers(model):
+    keys = [torch.randn(2, 60, 64, generator=torch.Generator().manual_seed(layer)) for layer in (0, 1)]
+    basis = contexts.FittedBasis(SharedBasis(rank=8), keys)
+    cache = hf.fork(contexts.prefill(model, [task(0)]).cache, hf.LocksConfig(budget=64, selector=basis))
+    means = [layer.state.factors.mean.float() for layer in cache.layers]  # type: ignore[attr-defined]
+    for mean, own in zip(means, keys, strict=True):
+        torch.testing.assert_close(mean, own.mean(1), rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_observed_is_what_dense_attention_sees(model):
+    layers = contexts.observe(model, task(0))
+    batch = contexts.prefill(model, [task(0)])
+    question = task(0).questions[4]
+    tokens = torch.tensor([[*task(0).context_ids, *question.input_ids]])
+    with torch.inference_mode():
+        cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
+        model(tokens, past_key_values=cache)
+    assert len(layers) == 2
+    row = 4 * DIGITS + 1
+    for rows, layer in zip(layers, cache.layers, strict=True):
+        assert rows.q.shape == (8 * DIGITS, 4, 64)
+        assert int(rows.seq_lens[row]) == tokens.shape[1]
+        seen = reference.row_tokens(*rows.keys_args, row)
+        torch.testing.assert_close(seen, layer.dense()[0][0], rtol=1e-4, atol=1e-4)  # type: ignore[attr-defined]
+        assert rows.k_cache.isfinite().all()
+    assert batch.answers.shape == (8, DIGITS)
+
+
+def everything(size: Size, folder: Path, model: Any) -> None:
+    """All tables at the smallest size."""
+    for name, seed in (("keys", 5), ("held-out", 6)):
+        hf.disable(model)
+        capture_keys.capture(model, list(ids(300, seed)), folder / name, facts={"model": "small"})
+        hf.enable(model, hf.LocksConfig(budget=None))
+    contexts.look.cache_clear()
+    key_rank.measure(folder / "keys", folder / "held-out", folder)
+    blindness.measure(size, folder, 1)
+    group_combine.measure(size, folder)
+    quantisation.measure(size, folder)
+    selection.measure(size, folder)
+
+
+def test_equal_seeds_give_equal_tables_and_the_page_shows_them(small, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(outputs, "RESAMPLES", 50)
+    for name in ("one", "two"):
+        everything(small, tmp_path / name, model)
+    tables = sorted(path.name for path in (tmp_path / "one").glob("*.csv"))
+    assert tables == sorted(f"{name}.csv" for section in report.SECTIONS for name in section.tables)
+    for name in tables:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    frame: outputs.Table = outputs.read_table(tmp_path / "one", "selection")
+    decoded = frame[frame["kl"].notna()]
+    assert set(decoded["selector"]) == {"dense", "oracle", "locks", "quest", "shared"}
+    assert (frame.loc[frame["selector"] == "oracle", "of_oracle"] == 1).all()
+    assert (frame["questions"].dropna() == 8).all()
+    html = report.page(tmp_path / "one", tmp_path / "two")
+    assert html.count("data:image/png;base64,") == sum(len(s.figures) for s in report.SECTIONS)
+    # Nothing is fetched: the page is whole.
+    assert not re.search(r"""(src|href)=["'](?!data:)""", html)
+    assert "100.00% have intervals that meet" in html
+    assert all(f"{name.removesuffix('.csv')}.csv</code>" in html for name in tables)
+
+
+def test_the_theorem_predicts_the_carriers_rank():
+    frame: outputs.Table = blind_sweep.sweep(6, 0, (64,))
+    (correlation,) = blind_sweep.correlations(frame)["correlation"]
+    assert correlation > 0.95
+    last = frame[frame["degrees"] == 90].set_index("scores")["rank"]
+    assert last["page-local, R = 4"] == 1
+    assert last[blind_sweep.FIXED] > 60
+
+
+def test_the_prediction_at_its_ends():
+    n = blind_sweep.PAGES - 2
+    # At a right angle nothing is seen: the carrier ranks as a page drawn at random.
+    assert blind_sweep.predicted_rank(math.pi / 2) == pytest.approx(1 + n / 2)
+    seen = 0.5 * math.erfc(blind_sweep.LIFT / 2)
+    assert blind_sweep.predicted_rank(0) == pytest.approx(1 + n * seen)
+
+
+@pytest.mark.parametrize("turn", [0.0, 0.6, math.pi / 2])
+def test_the_carriers_true_logit_does_not_turn(turn):
+    case = blind_sweep.sweep_case(turn, 64, torch.Generator().manual_seed(3))
+    other = blind_sweep.sweep_case(0.3, 64, torch.Generator().manual_seed(3))
+    logits = [c.scale * (c.keys[0] @ c.query)[c.carrier * 16 : c.carrier * 16 + 16] for c in (case, other)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-3)
+    torch.testing.assert_close(case.basis @ case.basis.T, torch.eye(blind_sweep.SPAN), rtol=0, atol=1e-5)
+
+
+def test_tables_agree_where_their_intervals_meet():
+    mine = pd.DataFrame({"k": [1, 2], "x": [0.5, 0.7], "x_low": [0.4, 0.6], "x_high": [0.6, 0.8]})
+    other = mine.assign(x=[0.55, 0.9], x_low=[0.5, 0.85], x_high=[0.6, 0.95])
+    (row,) = findings.agreement(mine, other).to_dict("records")
+    assert row == {"number": "x", "rows": 2, "intervals_meet": 0.5, "largest_difference": pytest.approx(0.2)}
+
+
+def test_questions_come_in_whole_contexts():
+    with pytest.raises(outputs.InputError, match="questions: expected a multiple of 8, got 12"):
+        selection.main(questions=12)

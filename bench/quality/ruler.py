@@ -1,0 +1,237 @@
+"""RULER on a trained retriever, many examples at once in several processes: one prefill, every selector and budget.
+
+    python bench/quality/ruler.py --model out/retriever --length 16384 --examples 100 --minutes 4
+
+Jobs are parts of a task's examples; the first parts of all tasks come first. Each job keeps a log of its own, which a
+later call goes on from. After every job the result file is written anew from all logs, so a run that is cut leaves
+what it has. A task whose full-attention score is below --least is named and is in no selector's mean.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import json
+import multiprocessing
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+
+from locks import doctor
+from locks.models import load_model
+from locks.quality import command, ruler, run, summary
+from locks.quality.example import Task
+from locks.quality.log import Log, Row
+from locks.quality.methods import parse_budgets, parse_methods
+from locks.quality.text import read_prose
+
+SELECTORS = "oracle,locks-r8,locks-r4,quest,shared-r8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What every job is made from."""
+
+    model: Path
+    logs: Path
+    length: int
+    count: int
+    selectors: str
+    budgets: str
+    least: float
+    batch: int
+    seed: int
+    haystack: Path | None
+    deadline: float
+
+
+class OutOfTimeError(Exception):
+    """A job's time is up; its log has what it did."""
+
+
+def plan_of(setup: Setup, tasks: Sequence[Task]) -> run.Plan:
+    """The lines of the comparison over some tasks."""
+    budgets, full = parse_budgets(setup.budgets)
+    return run.Plan(
+        tasks=tasks,
+        methods=parse_methods(setup.selectors),
+        budgets=budgets,
+        full=full,
+        page=16,
+        batch=setup.batch,
+        seed=setup.seed,
+        # A batch far below the bar is spared; what lies near it is decided by all of a task's examples.
+        least=max(0.0, setup.least / 100 - 0.25),
+    )
+
+
+def tasks_of(setup: Setup, names: Sequence[str], tokenizer: Any) -> list[Task]:
+    """The named tasks; a tokenizer is needed only to make their examples."""
+    return ruler.tasks(
+        tokenizer,
+        names,
+        setup.length,
+        count=setup.count,
+        seed=setup.seed,
+        prose=read_prose(setup.haystack),
+        chat=False,
+    )
+
+
+@functools.cache
+def load(path: Path) -> tuple[Any, Any]:
+    """The model, once a process."""
+    torch.set_num_threads(1)
+    return load_model(path)
+
+
+def job(setup: Setup, name: str, first: int, last: int) -> None:
+    """Answers examples first..last-1 of one task, as far as the time allows."""
+    if time.time() > setup.deadline:
+        return
+    model, tokenizer = load(setup.model)
+    (task,) = tasks_of(setup, [name], tokenizer)
+    part = dataclasses.replace(task, first=first, count=last)
+
+    def done() -> None:
+        if time.time() > setup.deadline:
+            raise OutOfTimeError
+
+    header = {
+        "weights": command.fingerprint(model),
+        "length": setup.length,
+        "seed": setup.seed,
+        "haystack": None if setup.haystack is None else setup.haystack.name,
+    }
+    with Log(setup.logs / f"{name}-{first}.jsonl", header) as log:
+        try:
+            run.run(model, tokenizer, plan_of(setup, [part]), log, done)
+        except OutOfTimeError:
+            return
+
+
+def collect(setup: Setup, names: Sequence[str]) -> tuple[list[Row], list[str], list[str]]:
+    """The summary's rows, the tasks that full attention answers well enough, and those that it does not."""
+    rows = []
+    for file in sorted(setup.logs.glob("*-*.jsonl")):
+        # A running job may be in the middle of a line; its last one counts when it is whole.
+        whole = file.read_bytes().rpartition(b"\n")[0].splitlines()
+        rows += [json.loads(line) for line in whole[1:]]
+    tasks = tasks_of(setup, names, None)
+    scores = {
+        row["task"]: row["score"]
+        for row in summary.summarize(plan_of(setup, tasks), rows)
+        if row["selector"] == "full" and row["task"] != summary.MEAN
+    }
+    learnt = [name for name in names if scores.get(name, 0.0) >= setup.least]
+    kept = summary.summarize(plan_of(setup, [task for task in tasks if task.name in learnt]), rows)
+    left = summary.summarize(plan_of(setup, [task for task in tasks if task.name not in learnt]), rows)
+    return (
+        kept + [row for row in left if row["task"] != summary.MEAN],
+        learnt,
+        [n for n in scores if n not in learnt],
+    )
+
+
+def write(setup: Setup, names: Sequence[str], said: str, out: Path) -> list[Row]:
+    """The result file, whole or not at all; returns its rows."""
+    rows, learnt, left_out = collect(setup, names)
+    recipe = setup.model / "recipe.json"
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result = {
+        "command": said,
+        "model": setup.model.name,
+        "recipe": json.loads(recipe.read_text()) if recipe.is_file() else None,
+        "learnt": learnt,
+        "left_out": left_out,
+        "least": setup.least,
+        "seed": setup.seed,
+        "device": doctor.device_facts(device),
+        "versions": doctor.versions(),
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "rows": [{"model": setup.model.name, **row} for row in rows],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_suffix(".unfinished")
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    beside.replace(out)
+    return rows
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="the retriever's directory")],
+    length: Annotated[int, typer.Option(help="tokens of a prompt and its answer")] = 16_384,
+    examples: Annotated[int, typer.Option(help="of a task")] = 100,
+    part: Annotated[int, typer.Option(help="examples of a job")] = 50,
+    selectors: Annotated[str, typer.Option(help="by commas")] = SELECTORS,
+    budgets: Annotated[str, typer.Option(help="by commas")] = "64,128,512,2048,full",
+    tasks: Annotated[
+        str, typer.Option(help="by commas; all that need no data file where none is named")
+    ] = "",
+    least: Annotated[
+        float, typer.Option(help="points of full attention below which a task is in no mean")
+    ] = 90.0,
+    workers: Annotated[int, typer.Option(help="processes, each with a model of its own")] = 3,
+    batch: Annotated[int, typer.Option(help="answers at once")] = 50,
+    minutes: Annotated[float, typer.Option(help="after which no further batch is begun")] = 60.0,
+    seed: Annotated[int, typer.Option(help="of the examples")] = 42,
+    haystack: Annotated[Path | None, typer.Option(help="a text file of prose")] = None,
+    logs: Annotated[Path, typer.Option(help="directory of the logs")] = Path("out/ruler"),
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("bench/results/quality/ruler.json"),
+) -> None:
+    """Runs the jobs and writes one JSON file."""
+    names = [name for name in ruler.SYNTHETIC if not tasks or name in tasks.split(",")]
+    unknown = set(filter(None, tasks.split(","))) - set(names)
+    if unknown:
+        raise typer.BadParameter(
+            f"expected some of {', '.join(ruler.SYNTHETIC)}, got {', '.join(sorted(unknown))}"
+        )
+    setup = Setup(
+        model,
+        logs,
+        length,
+        examples,
+        selectors,
+        budgets,
+        least,
+        batch,
+        seed,
+        haystack,
+        time.time() + 60 * minutes,
+    )
+    plan_of(setup, [])
+    said = f"python bench/quality/ruler.py --model {model} --length {length} --examples {examples} --batch {batch}"
+    parts = [
+        (name, first, min(first + part, examples)) for first in range(0, examples, part) for name in names
+    ]
+    # A small model's decode steps are bound by the host: several processes share the device.
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(job, setup, *each) for each in parts]
+        for one in tqdm(concurrent.futures.as_completed(running), "jobs", len(running)):
+            failed = one.exception()
+            if failed is not None:
+                # The other jobs' results stand.
+                typer.echo(f"a job failed: {type(failed).__name__}: {failed}", err=True)
+            rows = write(setup, names, said, out)
+    for row in rows:
+        if row["task"] == summary.MEAN or row["selector"] == "full":
+            typer.echo(
+                f"{row['task']:16s} {row['selector']:10s} {row['budget'] or '':>5} {row['score']:5.1f} "
+                f"[{row['ci_low']:.1f}, {row['ci_high']:.1f}] n {row['n']}"
+            )
+
+
+if __name__ == "__main__":
+    typer.run(main)

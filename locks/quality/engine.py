@@ -1,0 +1,237 @@
+"""The engine of transformers: one dense prefill of a batch, then answers under one selector and budget after another.
+
+Everything behind the prefill runs a token a step, so that no token of an answer comes from dense attention: the
+prefill leaves out the last `tail` tokens of a prompt, one at the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from locks import hf
+from locks.quality.example import Forced, Read
+
+# The sampling of the reasoning tasks.
+TEMPERATURE, TOP_P, TOP_K = 0.6, 0.95, 20
+
+
+@dataclass
+class Prefilled:
+    """A batch's prompts in a cache, but for their last tokens.
+
+    cache: without summaries, a row a prompt, shorter rows padded behind their end; lengths: [B] tokens of a row;
+    width: of the longest; repeats: rows that follow one prompt.
+    """
+
+    cache: hf.PagedCache
+    lengths: Tensor
+    width: int
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a row's step reads through all layers, on average, and what dense attention would read."""
+
+    read: float
+    dense: float
+
+
+@contextmanager
+def enabled(model: Any):
+    """The model with a paged cache, dense unless a cache says otherwise."""
+    hf.enable(model, hf.LocksConfig(budget=None))
+    try:
+        yield
+    finally:
+        hf.disable(model)
+
+
+def pads(model: Any) -> bool:
+    """Whether prompts of different lengths can share a batch: where no layer has a sliding window."""
+    cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
+    return len(_paged(cache)) == len(cache.layers)
+
+
+def _paged(cache: hf.PagedCache) -> list[hf.PagedLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, hf.PagedLayer)]
+
+
+@torch.inference_mode()
+def prefill(model: Any, rows: Sequence[Sequence[int]]) -> Prefilled:
+    """The rows' keys and values by dense attention, in one pass."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=model.device)
+    lengths = torch.tensor([len(row) for row in rows], device=model.device)
+    cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
+    # Padding behind a row's end is seen by no token before it, so the pass needs no mask ...
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    if min(map(len, rows)) < width:
+        # ... and is forgotten: the row's next token takes its place.
+        real = torch.arange(width, device=model.device) < lengths[:, None]
+        for layer in _paged(cache):
+            layer.mask = real
+            layer.seq_lens.copy_(lengths)
+    return Prefilled(cache, lengths, width)
+
+
+class Session:
+    """A prefilled batch under one selector; budgets follow each other on it.
+
+    Sessions of a batch follow each other too: each summarises the same keys anew, in place, since a copy of a long
+    batch's cache would halve what fits. Where several rows follow a prompt they get a copy of their own; so does
+    every budget of a model with sliding windows, which forget what they slide over.
+
+    Args:
+        model: that `enabled` prepared.
+        prefilled: the batch.
+        selector: None for full attention.
+        repeats: rows that follow each prompt.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: Any, prefilled: Prefilled, selector: Any, repeats: int = 1) -> None:
+        self.model, self.selector = model, selector
+        self.cache = prefilled.cache
+        self.width, self.lengths = prefilled.width, prefilled.lengths
+        if repeats > 1:
+            self.cache = hf.fork(self.cache, hf.LocksConfig(budget=None))
+            self.cache.batch_repeat_interleave(repeats)
+            self.lengths = self.lengths.repeat_interleave(repeats)
+        self.ragged = bool((self.lengths < self.width).any())
+        self.taken = 0
+        self.source = None if len(_paged(self.cache)) == len(self.cache.layers) else self.cache
+        if self.source is not None:
+            return
+        if self.cache.get_seq_length() > self.width:
+            self.cache.crop(self.width)
+        for layer in _paged(self.cache):
+            layer.state = None
+            if selector is not None:
+                layer.state = selector.allocate(layer.k_cache)
+                selector.seal(layer.state, layer.k_cache, layer.table, layer.seq_lens)
+
+    @torch.inference_mode()
+    def rewind(self, budget: int | None) -> None:
+        """Back to the prompts, from now on with another budget; None is full attention's."""
+        config = hf.LocksConfig(budget=budget, selector=self.selector)
+        if self.source is not None:
+            self.cache = hf.fork(self.source, config)
+        elif self.taken:
+            self.cache.crop(self.width)
+        self.taken = 0
+        for layer in _paged(self.cache):
+            layer.config = config
+        hf.reset_stats(self.model)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after one more token [B] of every row."""
+        mask = None
+        if self.ragged:
+            columns = torch.arange(self.width + self.taken + 1, device=tokens.device)
+            mask = (columns < self.lengths[:, None]) | (columns >= self.width)
+        out = self.model(
+            tokens[:, None],
+            attention_mask=mask,
+            position_ids=(self.lengths + self.taken)[:, None],
+            past_key_values=self.cache,
+        )
+        self.taken += 1
+        return out.logits[:, -1]
+
+    def traffic(self) -> Traffic:
+        """Of the steps since `rewind`."""
+        paged = _paged(self.cache)
+        stats = hf.stats(self.model)
+        if stats.sparse_rows:
+            steps = stats.sparse_rows / len(paged)
+            return Traffic((stats.summary_bytes + stats.page_bytes) / steps, stats.dense_bytes / steps)
+        token = sum(
+            2 * layer.k_cache.shape[1] * (layer.k_cache.shape[3] + layer.v_cache.shape[3]) for layer in paged
+        )
+        # The mean length over the steps.
+        dense = token * (float(self.lengths.double().mean()) + (self.taken + 1) / 2)
+        return Traffic(dense, dense)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        tails: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        stop_ids: Sequence[int],
+        uniforms: np.ndarray | None = None,
+    ) -> list[list[int]]:
+        """The rows' new tokens, the one that stops a row left out.
+
+        Args:
+            tails: what is left of the prompts, equally long.
+            limits: most tokens of each row's answer.
+            stop_ids: tokens that end an answer.
+            uniforms: [B, max(limits)] numbers in [0, 1) that a token is drawn by; greedy where there are none.
+        """
+        device = self.lengths.device
+        fed = torch.tensor([list(tail) for tail in tails], device=device)
+        for column in fed.unbind(1):
+            logits = self.step(column)
+        most = torch.tensor(limits, device=device)
+        stops = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=device)
+        given = None if uniforms is None else torch.tensor(uniforms, device=device)
+        done = most <= 0
+        new, alive = [], []
+        for count in range(max(limits)):
+            token = logits.argmax(-1) if given is None else sampled(logits, given[:, count])
+            done = done | torch.isin(token, stops)
+            new.append(token)
+            alive.append(~done)
+            done = done | (most <= count + 1)
+            if bool(done.all()):
+                break
+            logits = self.step(token)
+        if not new:
+            return [[] for _ in limits]
+        tokens, kept = torch.stack(new, 1).tolist(), torch.stack(alive, 1).sum(1).tolist()
+        return [row[:n] for row, n in zip(tokens, kept, strict=True)]
+
+    @torch.inference_mode()
+    def read(self, texts: Sequence[Forced]) -> list[Read]:
+        """What the model made of a text a row, teacher-forced."""
+        device = self.lengths.device
+        width = max(len(text.feed) for text in texts)
+        # What stands behind a shorter text is read and not looked at.
+        fed = torch.tensor([text.feed + [0] * (width - len(text.feed)) for text in texts], device=device)
+        target = torch.full_like(fed, -1)
+        for row, text in enumerate(texts):
+            first = len(text.question_ids) - 1
+            target[row, first : len(text.feed)] = torch.tensor(text.answer_ids, device=device)
+        right = torch.zeros(len(texts), dtype=torch.long, device=device)
+        loss = torch.zeros(len(texts), dtype=torch.float64, device=device)
+        for column, wanted in zip(fed.unbind(1), target.unbind(1), strict=True):
+            logits = self.step(column)
+            counts = wanted >= 0
+            right += counts & (logits.argmax(-1) == wanted)
+            log_p = logits.double().log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None])[:, 0]
+            loss -= torch.where(counts, log_p, 0)
+        totals = [len(text.answer_ids) for text in texts]
+        return [
+            Read(hits, total, nll / total)
+            for hits, total, nll in zip(right.tolist(), totals, loss.tolist(), strict=True)
+        ]
+
+
+def sampled(logits: Tensor, uniform: Tensor) -> Tensor:
+    """[B] tokens: the `uniform`-quantile [B] of what temperature, top-k and top-p leave of logits [B, V]."""
+    top, ids = (logits.double() / TEMPERATURE).topk(min(TOP_K, logits.shape[-1]))
+    share = top.softmax(-1)
+    before = share.cumsum(-1) - share
+    # The likeliest stays whatever top-p is.
+    share = torch.where(before < TOP_P, share, 0)
+    reached = share.cumsum(-1)
+    at = (reached <= uniform[:, None] * reached[:, -1:]).sum(-1).clamp(max=ids.shape[-1] - 1)
+    return ids.gather(1, at[:, None])[:, 0]

@@ -1,0 +1,161 @@
+"""What is compared: full attention, and ways to choose pages at every budget, named as in the results."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locks.format import PAGES, SummaryFormat
+from locks.pages import budget_pages, scored
+from locks.selectors import SELECTORS, Selector, make_selector
+from locks.torch_impl import total_mass
+from locks.types import PageMass
+
+FULL = "full"
+STREAMING = "streaming"
+NAMES = (*SELECTORS, STREAMING)
+# Those whose size follows a record's format.
+SIZED = ("locks", "shared")
+
+
+class Streaming:
+    """The first page and the newest ones: what StreamingLLM keeps, at its own positions.
+
+    A page's mass is its number, so that a budget is spent from the end. The first page stands for the paper's
+    four sinks; positions stay as they were, since the cache's keys have them already.
+
+    Source: StreamingLLM (arXiv 2309.17453).
+    """
+
+    name = STREAMING
+
+    def __init__(self, page: int = 16) -> None:
+        self.page = page
+
+    def allocate(self, k_cache: Tensor, carry: None = None) -> None:
+        """Keeps nothing."""
+
+    def seal(
+        self,
+        state: None,
+        k_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        start: Tensor | None = None,
+        max_new_pages: int | None = None,
+    ) -> None:
+        """Has nothing to keep."""
+
+    def page_mass(
+        self,
+        q: Tensor,
+        state: None,
+        k_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        window_pages: int = 1,
+    ) -> PageMass:
+        """log(1 + page number), whatever the query."""
+        pages = block_table.shape[1] * k_cache.shape[2] // self.page
+        # [N]; a logarithm, so that a share is proportional to the number and none vanishes.
+        number = torch.arange(1, pages + 1, device=q.device, dtype=torch.float32).log()
+        live = scored(seq_lens, self.page, pages)[:, None]
+        log_mass = torch.where(live, number, -torch.inf).expand(-1, q.shape[1], -1)
+        total = total_mass(log_mass, seq_lens, page=self.page, window_pages=window_pages)
+        return PageMass(log_mass, total)
+
+    def resident_bytes(self, head_dim: int, pages: int) -> float:
+        """0."""
+        return 0.0
+
+    def scan_bytes(self, head_dim: int, pages: int) -> float:
+        """0."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """A selector by name: "quest", "locks" (the default record), "locks-r8", "locks-r4c8" (8-bit coefficients).
+
+    `spec` is that name; `fmt` the record that it scores with or whose bytes it matches, None for the others.
+    """
+
+    spec: str
+    selector: str
+    page: int
+    fmt: SummaryFormat | None
+
+    def make(self, head_dim: int) -> Selector:
+        """The selector for keys of that width."""
+        if self.selector == STREAMING:
+            return Streaming(self.page)
+        fmt = SummaryFormat(page=self.page) if self.fmt is None else self.fmt
+        return make_selector(self.selector, fmt, head_dim)
+
+    def facts(self) -> dict[str, Any]:
+        """Its columns of a result row."""
+        fmt = self.fmt
+        return {
+            "selector": self.spec,
+            "rank": None if fmt is None else fmt.rank,
+            "page": self.page,
+            "bits": None if fmt is None else [fmt.mean_bits, fmt.basis_bits, fmt.coef_bits],
+        }
+
+
+def parse_methods(text: str, page: int = 16) -> list[Method]:
+    """The methods named in `text`, by commas.
+
+    Raises:
+        ValueError: an unknown name, with the choices.
+    """
+    if page not in PAGES:
+        raise ValueError(f"page: expected one of {PAGES}, got {page}")
+    return list({method.spec: method for method in (_method(part, page) for part in _parts(text))}.values())
+
+
+def _method(spec: str, page: int) -> Method:
+    matched = re.fullmatch(r"([a-z]+)(?:-r(\d+)(?:c(\d+))?)?", spec)
+    name = matched[1] if matched else ""
+    if matched is None or name not in NAMES or (matched[2] and name not in SIZED):
+        sized = " or ".join(SIZED)
+        raise ValueError(
+            f"selector: expected {', '.join(NAMES)}, or {sized} with a rank and bits such as locks-r8 or "
+            f"locks-r4c8, got {spec!r}"
+        )
+    if name not in SIZED:
+        return Method(spec, name, page, None)
+    plain = SummaryFormat(page=page)
+    fmt = SummaryFormat(
+        page=page, rank=int(matched[2] or plain.rank), coef_bits=int(matched[3] or plain.coef_bits)
+    )
+    return Method(spec, name, page, fmt)
+
+
+def parse_budgets(text: str, page: int = 16) -> tuple[list[int], bool]:
+    """The budgets named in `text`, by commas, ascending, and whether "full" is among them.
+
+    Raises:
+        ValueError: something that is neither a budget nor "full".
+    """
+    budgets, full = set(), False
+    for part in _parts(text):
+        if part == FULL:
+            full = True
+            continue
+        if not part.isdecimal():
+            raise ValueError(f"budgets: expected tokens (multiples of {page}) or {FULL!r}, got {part!r}")
+        budget_pages(int(part), page)
+        budgets.add(int(part))
+    return sorted(budgets), full
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,36 @@
+"""A model for the quality tests: a random Llama of two layers with a tokenizer of bytes, which reads any text."""
+
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+
+
+def save_model(path: Path) -> Path:
+    """Saves it in a directory, which is returned."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*alphabet, "<end>"])}
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters.decoder = tokenizers.decoders.ByteLevel()
+    letters.add_special_tokens(["<end>"])
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=vocabulary["<end>"],
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=letters, eos_token="<end>", clean_up_tokenization_spaces=False
+    ).save_pretrained(path)
+    return path

@@ -15,7 +15,7 @@ from torch import Tensor
 from locks import hf
 from locks.baselines import PageState, RandomPages, SharedBasis, SharedFactors, fit_shared
 from locks.models import load_model, load_smollm2
-from locks.needles import NeedleTask, _python_prose, build_needles
+from locks.needles import NeedleTask, build_needles, python_prose
 
 # Of the prose, what no context is made of: a shared basis that is fitted offline learns from it.
 HELD_OUT = 0.25
@@ -72,7 +72,7 @@ class Batch:
 @functools.cache
 def prose() -> tuple[str, str]:
     """Prose that is installed with Python: what contexts are made of, and what is held out."""
-    sentences = list(_python_prose())
+    sentences = list(python_prose())
     cut = round(len(sentences) * (1 - HELD_OUT))
     return "\n\n".join(sentences[:cut]), "\n\n".join(sentences[cut:])
 

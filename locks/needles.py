@@ -87,7 +87,7 @@ def build_needles(
     Raises:
         ValueError: a number out of range, a text too short, or a tokenizer that joins digits.
     """
-    prose = list(_sentences(text) if text is not None else _python_prose())
+    prose = list(_sentences(text) if text is not None else python_prose())
     if not prose:
         raise ValueError(f"text: expected prose, got {text!r}")
     keys = _free_keys(prose)
@@ -158,7 +158,7 @@ def mean_kl(dense: torch.Tensor, sparse: torch.Tensor) -> float:
     return float(terms.sum(-1).mean())
 
 
-def _python_prose() -> Iterator[str]:
+def python_prose() -> Iterator[str]:
     """The sentences of CPython's reference texts that read as prose, without their mark-up."""
     from pydoc_data.topics import topics
 

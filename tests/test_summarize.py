@@ -310,6 +310,7 @@ def test_marked_pages_do_not_disturb_their_tile(bad: float, device: str) -> None
 @example(0, 16, 2, [0, 16, 15], [0, 0, 0], False, None, 1)
 @example(0, 16, 1, [33, 32, 31], [32, 31, 17], True, 1, 1)
 @example(0, 16, 1, [96, 500], [0, 0, 0], True, None, 4)
+@example(0, 32, 2, [500, 0], [64, 0, 0], True, None, 1)
 def test_only_pages_in_range_are_written(
     device: str,
     seed: int,
@@ -377,6 +378,18 @@ def test_a_page_does_not_depend_on_its_tile_or_batch(device: str) -> None:
     mine = (shifted != POISON).any(-1)
     assert mine.sum() == 3
     assert torch.equal(shifted[mine], whole[mine])
+
+
+def test_unquantised_a_page_does_not_depend_on_its_tile(device: str) -> None:
+    """To the last bit: a page that is solved is left alone while its neighbour takes more sweeps."""
+    pages = hard_pages(16, 64)
+    keys = torch.stack([pages["random"], pages["spectrum 3^-k"], pages["rank 3"]])
+    config = KernelConfig(4, 1)
+    whole = factors(*one_row(keys, device), 8, 16, config)
+    for i in range(3):
+        solo = factors(*one_row(keys[i : i + 1], device), 8, 16, config)
+        for mine, others in zip(solo, whole, strict=True):
+            assert torch.equal(mine[0, 0, 0], others[0, 0, i])
 
 
 def test_a_page_does_not_depend_on_the_tile_width(device: str) -> None:

@@ -6,7 +6,7 @@ prefill leaves out the last `tail` tokens of a prompt, one at the least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class Traffic:
 
 
 @contextmanager
-def enabled(model: Any):
+def enabled(model: Any) -> Iterator[None]:
     """The model with a paged cache, dense unless a cache says otherwise."""
     hf.enable(model, hf.LocksConfig(budget=None))
     try:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from locks.models import SetupError
-from locks.needles import _python_prose as python_prose
+from locks.needles import python_prose as python_prose
 
 
 @functools.cache

@@ -154,9 +154,9 @@ def test_every_launch_shape_gives_the_same_logits(block_n):
 @by_impl
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_query_that_is_not_finite_has_no_finite_logit_and_its_neighbours_keep_theirs(impl, bad):
-    q, *rest = case_of(SummaryFormat(), 64, 3).query_args
-    want = page_logits(q, *rest, impl=impl)
+    q, records, table, lens, fmt = case_of(SummaryFormat(), 64, 3).query_args
+    want = page_logits(q, records, table, lens, fmt, impl=impl)
     q[0, 1, 5] = bad
-    got = page_logits(q, *rest, impl=impl)
+    got = page_logits(q, records, table, lens, fmt, impl=impl)
     assert torch.equal(got[:, ::2], want[:, ::2])
     assert not got[:, 1].isfinite().any()

@@ -178,3 +178,107 @@ Qed.
 (** A case to look at: five keys of two binary digits with a tie at the threshold. *)
 Example select_example : select 2 2 3 [:: 1; 3; 2; 2; 2] = [:: 1; 2; 3].
 Proof. by []. Qed.
+
+(** * Groups *)
+
+(** The keys of group k, of g pages (the last group may have fewer), and the largest key of each group. *)
+Definition group g s k := take g (drop (k * g) s).
+Definition maxima g s := [seq \max_(x <- group g s k) x | k <- iota 0 ((size s + g.-1) %/ g)].
+
+Lemma max_in (r : seq nat) : 0 < size r -> \max_(x <- r) x \in r.
+Proof.
+elim: r => [//|x [|y r] IH _]; first by rewrite big_seq1 inE.
+rewrite big_cons in_cons; case: (leqP x (\max_(z <- y :: r) z)) => _; last by rewrite eqxx.
+by rewrite IH ?orbT.
+Qed.
+
+Section Groups.
+Variables (g : nat) (s : seq nat).
+Hypothesis positive : 0 < g.
+
+Lemma size_maxima : size (maxima g s) = (size s + g.-1) %/ g.
+Proof. by rewrite size_map size_iota. Qed.
+
+Lemma group_starts k : (k < size (maxima g s)) = (k * g < size s).
+Proof.
+rewrite size_maxima leq_divRL // mulSn.
+have -> : g + k * g = (k * g).+1 + g.-1 by rewrite addSnnS prednK // addnC.
+by rewrite leq_add2r.
+Qed.
+
+Lemma key_maxima k : k < size (maxima g s) -> key (maxima g s) k = \max_(x <- group g s k) x.
+Proof. by move=> lt; rewrite /key (nth_map 0) ?size_iota -?size_maxima // nth_iota ?add0n -?size_maxima. Qed.
+
+Lemma size_group k : k * g < size s -> 0 < size (group g s k).
+Proof. by move=> lt; rewrite size_take size_drop; case: ifP => _ //; rewrite subn_gt0. Qed.
+
+Lemma key_group k j : j < g -> nth 0 (group g s k) j = key s (k * g + j).
+Proof. by move=> lt; rewrite /group nth_take // nth_drop. Qed.
+
+(** No page's key is above its group's largest. *)
+Lemma key_le_max i : i < size s -> key s i <= key (maxima g s) (i %/ g).
+Proof.
+move=> lt; have start : i %/ g * g < size s by rewrite (leq_ltn_trans (leq_trunc_div i g)).
+have mod_lt := ltn_pmod i positive.
+rewrite key_maxima ?group_starts // [in key s i](divn_eq i g) -key_group //.
+apply: (leq_bigmax_seq (F := id)) => //; apply: mem_nth.
+rewrite size_take size_drop; case: ifP => // _.
+by rewrite ltn_subRL -divn_eq.
+Qed.
+
+(** The first page of a group that has the group's largest key. *)
+Definition first_max k := k * g + index (key (maxima g s) k) (group g s k).
+
+Lemma first_maxP k : k < size (maxima g s) ->
+  [/\ first_max k < size s, first_max k %/ g = k & key s (first_max k) = key (maxima g s) k].
+Proof.
+move=> lt; have start : k * g < size s by rewrite -group_starts.
+have inside : key (maxima g s) k \in group g s k by rewrite key_maxima // max_in ?size_group.
+have idx := inside; rewrite -index_mem in idx.
+have idx_g : index (key (maxima g s) k) (group g s k) < g.
+  by apply: (leq_trans idx); rewrite size_take; case: ifP => [//|/negbT]; rewrite -leqNgt.
+split.
+- rewrite /first_max -ltn_subRL; apply: (leq_trans idx).
+  by rewrite size_take size_drop; case: ifP => // /ltnW.
+- by rewrite /first_max divnMDl // divn_small // addn0.
+- by rewrite /first_max -key_group // nth_index.
+Qed.
+
+(** The M first groups, by (largest key descending, group ascending), hold the M first pages. *)
+Theorem groups_hold_top M i : i \in top M s -> i %/ g \in top M (maxima g s).
+Proof.
+move=> it; have i_lt : i < size s by have := mem_take it; rewrite mem_sort mem_iota.
+have k_lt : i %/ g < size (maxima g s).
+  by rewrite group_starts (leq_ltn_trans (leq_trunc_div i g)).
+apply/negPn/negP => kt.
+pose l := map first_max (top M (maxima g s)).
+have in_range k : k \in top M (maxima g s) -> k < size (maxima g s).
+  by move=> /mem_take; rewrite mem_sort mem_iota.
+have l_uniq : uniq l.
+  rewrite map_inj_in_uniq ?top_uniq // => a b /in_range/first_maxP[_ a_div _] /in_range/first_maxP[_ b_div _] eq_ab.
+  by rewrite -a_div -b_div eq_ab.
+have l_before j : j \in l -> before s j i.
+  move=> /mapP[k kM ->]; have [_ k_div k_key] := first_maxP (in_range _ kM).
+  have := top_before kM k_lt kt; have le_i := key_le_max i_lt.
+  have ne : k != i %/ g by apply: contraNneq kt => <-.
+  rewrite /before k_key => /orP[lt|/andP[/eqP eq_k le_k]].
+    by rewrite (leq_ltn_trans le_i lt).
+  rewrite -eq_k in le_i; move: le_i; rewrite leq_eqVlt => /orP[/eqP ->|->//].
+  rewrite eqxx ltnn /=; apply: ltnW; have lt_k : k < i %/ g by rewrite ltn_neqAle ne.
+  by rewrite ltnNge; apply: contraL lt_k => le; rewrite -leqNgt -k_div leq_div2r.
+have l_top : {subset l <= top M s}.
+  move=> j jl; apply/negPn/negP => jt.
+  have j_lt : j < size s by have /mapP[k /in_range/first_maxP[lt _ _] ->] := jl.
+  have eq_ij : i = j by apply: (@before_anti s); rewrite (top_before it j_lt jt) (l_before j jl).
+  by rewrite -eq_ij it in jt.
+have il : i \notin l.
+  by apply: contra kt => /mapP[k kM ->]; have [_ -> _] := first_maxP (in_range _ kM).
+have l_size : size l = M.
+  rewrite size_map size_top; apply/minn_idPl; rewrite leqNgt; apply: contra kt => le.
+  by rewrite /top take_oversize ?mem_sort ?mem_iota // size_sort size_iota ltnW.
+have : size (i :: l) <= size (top M s).
+  by apply: uniq_leq_size => [|j]; rewrite ?cons_uniq ?il // inE => /orP[/eqP ->|/l_top].
+by rewrite /= l_size size_top leqNgt ltnS geq_minl.
+Qed.
+
+End Groups.

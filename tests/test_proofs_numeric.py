@@ -341,3 +341,14 @@ def test_select_top(seed: int, pages: int, pattern: str, radix: tuple[int, int],
     chosen = (keys > tau) | (ties & (np.cumsum(ties) <= kept - (keys > tau).sum()))
     expected = np.sort(np.argsort(-scores, kind="stable")[:kept])
     np.testing.assert_array_equal(np.flatnonzero(chosen), expected)
+
+
+@given(seed=seeds, pages=st.integers(1, 300), group=st.integers(1, 40), values=st.sampled_from([1, 3, 1000]))
+def test_groups_hold_top(seed: int, pages: int, group: int, values: int) -> None:
+    rng = np.random.default_rng(seed)
+    keys = rng.integers(0, values, pages)
+    kept = int(rng.integers(1, pages + 1))
+    maxima = np.array([keys[k : k + group].max() for k in range(0, pages, group)])
+    first_groups = np.argsort(-maxima, kind="stable")[:kept]
+    first_pages = np.argsort(-keys, kind="stable")[:kept]
+    assert set(first_pages // group) <= set(first_groups)

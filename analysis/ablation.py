@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import contexts
 import numpy as np
 import outputs
 import pandas as pd
 import torch
 from attention import MEASURES
+from contexts import Rows
 from torch import Tensor
+
+if TYPE_CHECKING:
+    # At run time selection imports from here.
+    from selection import Size
 
 # Questions of a context, of which each has the same number of rows, its digits.
 QUESTIONS = 8
@@ -36,3 +43,16 @@ def collect(every: Sequence[Sequence[Ablation]], names: tuple[str, ...]) -> pd.D
         values = np.concatenate(parts)
         rows.append(row | {"questions": len(values)} | outputs.cells(MEASURES, values))
     return pd.DataFrame(rows)
+
+
+def measure(
+    table: str, names: tuple[str, ...], cells: Callable[[Rows, Size], Ablation], size: Size, out: Path
+) -> pd.DataFrame:
+    """Writes the table of what `cells` finds in every layer of every context; `names` are those of its keys."""
+    with torch.inference_mode():
+        every = [[cells(rows, size) for rows in size.look(seed)[0]] for seed in size.seeds]
+    frame = collect(every, names)
+    model, _ = contexts.enabled(size.model, size.device)
+    facts = outputs.device_facts(model.device, model.dtype)
+    outputs.publish(out, {table: frame}, tokens=size.tokens, contexts=size.contexts, **facts)
+    return frame

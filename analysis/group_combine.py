@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import ablation
 import attention
-import contexts
 import outputs
 import pandas as pd
-import torch
 import typer
-from ablation import Ablation, collect
+from ablation import Ablation
 from contexts import Rows
 from selection import Size
 from torch import Tensor
@@ -75,13 +74,7 @@ def layer_cells(rows: Rows, size: Size) -> Ablation:
 
 def measure(size: Size, out: Path) -> pd.DataFrame:
     """Writes group_combine.csv."""
-    with torch.inference_mode():
-        every = [[layer_cells(rows, size) for rows in size.look(seed)[0]] for seed in size.seeds]
-    frame = collect(every, ("scores", "rule", "budget"))
-    model, _ = contexts.enabled(size.model, size.device)
-    facts = outputs.device_facts(model.device, model.dtype)
-    outputs.publish(out, {"group_combine": frame}, tokens=size.tokens, contexts=size.contexts, **facts)
-    return frame
+    return ablation.measure("group_combine", ("scores", "rule", "budget"), layer_cells, size, out)
 
 
 def main(

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import ablation
 import attention
-import contexts
 import outputs
 import pandas as pd
 import torch
 import typer
-from ablation import Ablation, collect
+from ablation import Ablation
 from contexts import Rows
 from selection import Size
 from spectra import iterated_factors, page_factors
@@ -87,13 +87,7 @@ def layer_cells(rows: Rows, size: Size) -> Ablation:
 
 def measure(size: Size, out: Path) -> pd.DataFrame:
     """Writes quantisation.csv."""
-    with torch.inference_mode():
-        every = [[layer_cells(rows, size) for rows in size.look(seed)[0]] for seed in size.seeds]
-    frame = collect(every, ("part", "variant", "budget"))
-    model, _ = contexts.enabled(size.model, size.device)
-    facts = outputs.device_facts(model.device, model.dtype)
-    outputs.publish(out, {"quantisation": frame}, tokens=size.tokens, contexts=size.contexts, **facts)
-    return frame
+    return ablation.measure("quantisation", ("part", "variant", "budget"), layer_cells, size, out)
 
 
 def main(

@@ -131,10 +131,8 @@ class Locks:
         return self.resident_bytes(head_dim, pages)
 
 
-class Oracle:
-    """Exact log-sum-exp of every page: reads every key. The upper line for any summary."""
-
-    name = "oracle"
+class KeepsNothing:
+    """The part of a selector that has no state."""
 
     def __init__(self, page: int = 16) -> None:
         self.page = page
@@ -154,6 +152,16 @@ class Oracle:
     ) -> None:
         """Has nothing to keep."""
 
+    def resident_bytes(self, head_dim: int, pages: int) -> float:
+        """0."""
+        return 0.0
+
+
+class Oracle(KeepsNothing):
+    """Exact log-sum-exp of every page: reads every key. The upper line for any summary."""
+
+    name = "oracle"
+
     def page_mass(
         self,
         q: Tensor,
@@ -169,10 +177,6 @@ class Oracle:
         return torch_impl.exact_page_mass(
             q, k_cache, block_table, seq_lens, page=self.page, scale=scale, window_pages=window_pages
         )
-
-    def resident_bytes(self, head_dim: int, pages: int) -> float:
-        """0."""
-        return 0.0
 
     def scan_bytes(self, head_dim: int, pages: int) -> float:
         """Every key at 2 bytes an element."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locks.format import PAGES, SummaryFormat
 from locks.pages import budget_pages, scored
-from locks.selectors import SELECTORS, Selector, make_selector
+from locks.selectors import SELECTORS, KeepsNothing, Selector, make_selector
 from locks.torch_impl import total_mass
 from locks.types import PageMass
 
@@ -22,7 +22,7 @@ NAMES = (*SELECTORS, STREAMING)
 SIZED = ("locks", "shared")
 
 
-class Streaming:
+class Streaming(KeepsNothing):
     """The first page and the newest ones: what StreamingLLM keeps, at its own positions.
 
     A page's mass is its number, so that a budget is spent from the end. The first page stands for the paper's
@@ -32,24 +32,6 @@ class Streaming:
     """
 
     name = STREAMING
-
-    def __init__(self, page: int = 16) -> None:
-        self.page = page
-
-    def allocate(self, k_cache: Tensor, carry: None = None) -> None:
-        """Keeps nothing."""
-
-    def seal(
-        self,
-        state: None,
-        k_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        *,
-        start: Tensor | None = None,
-        max_new_pages: int | None = None,
-    ) -> None:
-        """Has nothing to keep."""
 
     def page_mass(
         self,
@@ -70,10 +52,6 @@ class Streaming:
         log_mass = torch.where(live, number, -torch.inf).expand(-1, q.shape[1], -1)
         total = total_mass(log_mass, seq_lens, page=self.page, window_pages=window_pages)
         return PageMass(log_mass, total)
-
-    def resident_bytes(self, head_dim: int, pages: int) -> float:
-        """0."""
-        return 0.0
 
     def scan_bytes(self, head_dim: int, pages: int) -> float:
         """0."""

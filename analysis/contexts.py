@@ -78,8 +78,10 @@ def prose() -> tuple[str, str]:
 
 
 def load(path: Path | None, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer at a path, SmolLM2 for None."""
-    return load_smollm2(device=device) if path is None else load_model(path, device=device)
+    """Model and tokenizer at a path, SmolLM2 for None, in float32: tables then agree across devices."""
+    if path is None:
+        return load_smollm2(dtype=torch.float32, device=device)
+    return load_model(path, dtype=torch.float32, device=device)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """All analyses and one page that shows them: every figure, the table behind it, the command and the commit.
 
     make analysis                                             # reduced size, CPU, into analysis/out
-    python analysis/report.py --size full --device cuda --workers 14 --tables analysis/results
-    python analysis/report.py --tables analysis/results --reuse        # the page from tables that are there
+    python analysis/report.py --size full --device cuda --workers 14 --tables analysis/results/full
+    python analysis/report.py --tables analysis/results/full --reuse   # the page from tables that are there
 
 The page is self-contained: analysis/out/report.html.
 """
@@ -95,7 +95,8 @@ def measure(sizes: Plan, tables: Path, workers: int, device: str, model: Path | 
                 device=device,
             )
         done("keys captured")
-        key_rank.measure(keys, held_out, tables, device)
+        # Thousands of small decompositions: not a GPU's work.
+        key_rank.measure(keys, held_out, tables)
         done("rank, bases, angles")
         blindness.measure(sizes.ablations, tables, sizes.trials)
         done("blindness")

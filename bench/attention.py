@@ -27,8 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from locks import SummaryFormat, api, torch_impl, triton_impl
 from locks.baselines import Quest
 from locks.kernels import score_hopper
+from locks.kernels import seal as seal_op
 
 BUDGET = 2048
+# Layers whose pages are sealed in one launch.
+SEALED = 40
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,10 @@ def facts() -> dict[str, Any]:
 class Report:
     """Rows, written after each one."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, commit: str) -> None:
         self.out, self.facts, self.rows = out, facts(), []
+        if commit:
+            self.facts["commit"] = commit
         self.bandwidth = read_bandwidth()
 
     def add(
@@ -205,6 +210,8 @@ def gate(shape: Shape, layer: Layer, records: Tensor, fmt: SummaryFormat) -> Non
     pages = triton_impl.select_pages(share, args[3], **chosen)
     if not all(map(torch.equal, pages, torch_impl.select_pages(share, args[3], **chosen))):
         raise RuntimeError("select: other pages than PyTorch's")
+    if not all(map(torch.equal, pages, triton_impl.select_from_mass(got, args[3], shape.Hkv, **chosen))):
+        raise RuntimeError("select: other pages than those of the same shares")
     step = (layer.q[:1], layer.k, layer.v, layer.table[:1], layer.lens[:1], pages)
     mine, plain = (
         one.sparse_attention(*step, page=16, scale=shape.D**-0.5) for one in (triton_impl, torch_impl)
@@ -274,7 +281,7 @@ def measure_rank(report: Report, shape: Shape, layers: list[Layer], block: int, 
     ]
     chosen = {"page": 16, "budget": shape.budget, "window_pages": 1}
     lists = [
-        triton_impl.select_pages(triton_impl.page_share(m, shape.Hkv), x.lens, **chosen)
+        triton_impl.select_from_mass(m, x.lens, shape.Hkv, **chosen)
         for x, m in zip(layers, masses, strict=True)
     ]
 
@@ -284,7 +291,7 @@ def measure_rank(report: Report, shape: Shape, layers: list[Layer], block: int, 
         )
 
     def select(x: Layer, m: Any) -> Callable[[], Any]:
-        return lambda: triton_impl.select_pages(triton_impl.page_share(m, shape.Hkv), x.lens, **chosen)
+        return lambda: triton_impl.select_from_mass(m, x.lens, shape.Hkv, **chosen)
 
     def attend(x: Layer, ids: Any) -> Callable[[], Any]:
         return lambda: triton_impl.sparse_attention(x.q, x.k, x.v, x.table, x.lens, ids, page=16, scale=scale)
@@ -295,11 +302,12 @@ def measure_rank(report: Report, shape: Shape, layers: list[Layer], block: int, 
     def summarize(x: Layer, r: Tensor) -> Callable[[], Any]:
         return lambda: api.summarize(x.k, x.table, x.lens, fmt, out=r)
 
-    def seal(x: Layer, r: Tensor, full: bool) -> Callable[[], Any]:
-        lens = x.lens if full else x.lens - 1
-        start = lens - 1
-        return lambda: triton_impl.summarize(x.k, x.table, lens, fmt, start=start, max_new_pages=1, out=r)
+    def seal(full: bool) -> Callable[[], Any]:
+        first, lens = layers[0], layers[0].lens if full else layers[0].lens - 1
+        return lambda: seal_op.seal(pointers, first.k, records[0], first.table, lens, fmt)
 
+    # A model's layers, here the same few again and again.
+    pointers = seal_op.layer_pointers([x.k for x in layers], records).repeat(SEALED, 1)[:SEALED]
     both = list(zip(layers, records, strict=True))
     if score_hopper.shape_fits(fmt, shape.D, group):
         report.add(
@@ -350,9 +358,10 @@ def measure_rank(report: Report, shape: Shape, layers: list[Layer], block: int, 
             report.add(
                 shape,
                 "seal",
-                "page fills" if full else "none fills",
-                [seal(*one, full) for one in both],
-                shape.kv_bytes // shape.T * 8 * full,
+                f"{SEALED} layers, {'page fills' if full else 'none fills'}",
+                [seal(full)],
+                # A page's keys, and its record.
+                SEALED * shape.B * (shape.kv_bytes // shape.T * 8 + fmt.layout(shape.D).nbytes) * full,
                 **more,
             )
 
@@ -386,12 +395,13 @@ def main(
     only: Annotated[str, typer.Option(help="models to measure, by commas; all if empty")] = "",
     tokens: Annotated[str, typer.Option(help="context lengths to measure, by commas; all if empty")] = "",
     quest: Annotated[bool, typer.Option(help="Quest's scoring beside ours")] = False,
+    commit: Annotated[str, typer.Option(help="to note for a copy of the tree; else what git says")] = "",
     out: Annotated[Path, typer.Option(help="file to write")] = Path("bench/results/h200/attention.json"),
 ) -> None:
     """Measures every shape and writes one JSON file."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a CUDA device, and torch sees none")
-    report = Report(out)
+    report = Report(out, commit)
     for shape in SHAPES:
         if (only and shape.model not in only.split(",")) or (
             tokens and str(shape.T) not in tokens.split(",")

@@ -1,7 +1,12 @@
-"""Device helpers of the fast path: single instructions by inline assembly, each beside its plain twin.
+"""Device helpers of the fast path: Hopper's instructions by inline assembly, each beside its plain twin.
 
-With ASM the instruction is emitted; without, the twin computes the same numbers in Triton's own operations, which the
-interpreter runs. The order in which packed values leave an instruction is what the callers' layouts rest on.
+A tensor here is one register of each lane of the program's one warp, [32], or a few, [32, W]: of one dimension, its
+element l belongs to lane l. So an instruction of the whole warp, such as a matrix product or a shuffle, is an
+elementwise operation. With ASM it is emitted; without, the twin computes the same numbers from the whole tensors, which
+the interpreter runs.
+
+A product's operands lie as `mma.m16n8k*` wants them: lane l = 4 g + j holds of the left operand rows g and g + 8, of
+the right one column g, both along k in places that j names; of the result rows g and g + 8, columns 2 j and 2 j + 1.
 """
 
 import triton
@@ -29,153 +34,6 @@ def log2(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def copies(words):
-    """Four copies of each word of [ROWS, WORDS], [ROWS, WORDS, 4]: one packed asm then emits the word's four bytes."""
-    pair = tl.join(words, words)
-    return tl.reshape(tl.join(pair, pair), (words.shape[0], words.shape[1], 4))
-
-
-@triton.jit
-def bytes_of(words, ASM: tl.constexpr):
-    """The words' bytes as int8, [ROWS, 4 * WORDS]."""
-    four = copies(words)
-    if ASM:
-        out = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=tl.int8, is_pure=True, pack=4
-        )
-    else:
-        out = (four >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.int8)
-    return tl.reshape(out, (words.shape[0], 4 * words.shape[1]))
-
-
-@triton.jit
-def low_nibbles(words, ASM: tl.constexpr):
-    """16 times the signed low nibble of each byte, int8, [ROWS, 4 * WORDS]."""
-    four = copies(words)
-    if ASM:
-        out = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0F0; }",
-            "=r,r,r,r,r",
-            [four],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        out = ((four >> (8 * tl.arange(0, 4))[None, None, :]) << 4).to(tl.int8)
-    return tl.reshape(out, (words.shape[0], 4 * words.shape[1]))
-
-
-@triton.jit
-def high_nibbles(words, ASM: tl.constexpr):
-    """16 times the signed high nibble of each byte, int8, [ROWS, 4 * WORDS]."""
-    four = copies(words)
-    if ASM:
-        out = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0xF0F0F0F0;", "=r,r,r,r,r", [four], dtype=tl.int8, is_pure=True, pack=4
-        )
-    else:
-        out = ((four >> (8 * tl.arange(0, 4))[None, None, :]) & 0xF0).to(tl.int8)
-    return tl.reshape(out, (words.shape[0], 4 * words.shape[1]))
-
-
-@triton.jit
-def coefs_8(words, ASM: tl.constexpr):
-    """The four int8 of each word as fp16: byte ^ 0x80 is the low mantissa of 1024 + 128 + byte."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 x, p, q, m;
-            xor.b32 x, $4, 0x80808080;
-            prmt.b32 p, x, 0x64646464, 0x4140;
-            prmt.b32 q, x, 0x64646464, 0x4342;
-            mov.b32 m, 0xE480E480;
-            add.rn.f16x2 p, p, m;
-            add.rn.f16x2 q, q, m;
-            mov.b32 {$0, $1}, p;
-            mov.b32 {$2, $3}, q; }""",
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    return (
-        ((words << 24) >> 24).to(tl.float16),
-        ((words << 16) >> 24).to(tl.float16),
-        ((words << 8) >> 24).to(tl.float16),
-        (words >> 24).to(tl.float16),
-    )
-
-
-@triton.jit
-def coefs_4(words, ASM: tl.constexpr):
-    """The low nibbles of bytes 0 and 2, then the high ones, as fp16: nibble ^ 8 is the low mantissa of 1032 + it."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 p, q, m, s;
-            and.b32 p, $4, 0x000F000F;
-            xor.b32 p, p, 0x64086408;
-            and.b32 q, $4, 0x00F000F0;
-            xor.b32 q, q, 0x64806480;
-            mov.b32 m, 0xE408E408;
-            add.rn.f16x2 p, p, m;
-            mov.b32 s, 0x2C002C00;
-            mov.b32 m, 0xD480D480;
-            fma.rn.f16x2 q, q, s, m;
-            mov.b32 {$0, $1}, p;
-            mov.b32 {$2, $3}, q; }""",
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    return (
-        ((words << 28) >> 28).to(tl.float16),
-        ((words << 12) >> 28).to(tl.float16),
-        ((words << 24) >> 28).to(tl.float16),
-        ((words << 8) >> 28).to(tl.float16),
-    )
-
-
-@triton.jit
-def spread_bytes(words, ASM: tl.constexpr):
-    """Bytes 0 and 1 of each word, moved to bytes 0 and 2; the others are undefined."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $1, 0x1100;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return (words & 0xFF) | ((words & 0xFF00) << 8)
-
-
-@triton.jit
-def take_bytes(first, second, which, ASM: tl.constexpr):
-    """Byte `which` (0 or 1) of first and of second, as bytes 0 and 2; the others are undefined."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [first, second, which * 0x0101 + 0x0400],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return ((first >> (8 * which)) & 0xFF) | (((second >> (8 * which)) & 0xFF) << 16)
-
-
-@triton.jit
-def join_bytes(first, second, ASM: tl.constexpr):
-    """Bytes 0 and 2 of first, then of second, as the bytes of one word."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
-        )
-    first = (first & 0xFF) | ((first >> 8) & 0xFF00)
-    second = (second & 0xFF) | ((second >> 8) & 0xFF00)
-    return first | (second << 16)
-
-
-@triton.jit
 def bf16_pair(words):
     """The two bfloat16 of each word as float32."""
     first = (words << 16).to(tl.float32, bitcast=True)
@@ -184,20 +42,346 @@ def bf16_pair(words):
 
 
 @triton.jit
-def saturate(x, ASM: tl.constexpr):
-    """float32 to fp16, clamped to its range."""
+def finite_bf16(words, ASM: tl.constexpr):
+    """Words of two bfloat16 that are not negative; infinite, nan and negative ones become the largest finite one."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2
+            "min.u16x2 $0, $1, $2;",
+            "=r,r,r",
+            [words, tl.full(words.shape, 0x7F7F7F7F, tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
-    return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+    low = tl.minimum(words & 0xFFFF, 0x7F7F)
+    return low | (tl.minimum((words >> 16) & 0xFFFF, 0x7F7F) << 16)
 
 
 @triton.jit
-def keep_branch(x, ASM: tl.constexpr):
-    """x, by an assembly that must not be moved: what depends on it stays behind its branch."""
+def half_pair(words):
+    """The two fp16 of each word as float32."""
+    first = words.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def as_words(first, second):
+    """fp16 first and second in one word."""
+    low = first.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (second.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def pack_halves(first, second, ASM: tl.constexpr):
+    """float32 first and second as two fp16 in one word, clamped to their range."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        ).to(tl.int1)
-    return x
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [first, second],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    first = tl.minimum(tl.maximum(first, -65504.0), 65504.0).to(tl.float16)
+    second = tl.minimum(tl.maximum(second, -65504.0), 65504.0).to(tl.float16)
+    return as_words(first, second)
+
+
+@triton.jit
+def coefs_4(codes, ASM: tl.constexpr):
+    """Two bytes of 4-bit codes as fp16: a word of the low nibbles, a word of the high ones.
+
+    A nibble ^ 8 is the low mantissa of 1032 + nibble.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 x, p, q, m, s;
+            prmt.b32 x, $2, $2, 0x1100;
+            and.b32 p, x, 0x000F000F;
+            xor.b32 p, p, 0x64086408;
+            and.b32 q, x, 0x00F000F0;
+            xor.b32 q, q, 0x64806480;
+            mov.b32 m, 0xE408E408;
+            add.rn.f16x2 $0, p, m;
+            mov.b32 s, 0x2C002C00;
+            mov.b32 m, 0xD480D480;
+            fma.rn.f16x2 $1, q, s, m; }""",
+            "=&r,=&r,r",
+            [codes],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    low = as_words(((codes << 28) >> 28).to(tl.float16), ((codes << 20) >> 28).to(tl.float16))
+    high = as_words(((codes << 24) >> 28).to(tl.float16), ((codes << 16) >> 28).to(tl.float16))
+    return low, high
+
+
+@triton.jit
+def coefs_8(codes, ASM: tl.constexpr):
+    """Two bytes of 8-bit codes as a word of two fp16: byte ^ 0x80 is the low mantissa of 1024 + 128 + byte."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 x, m;
+            xor.b32 x, $1, 0x8080;
+            prmt.b32 x, x, 0x64646464, 0x4140;
+            mov.b32 m, 0xE480E480;
+            add.rn.f16x2 $0, x, m; }""",
+            "=r,r",
+            [codes],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return as_words(((codes << 24) >> 24).to(tl.float16), ((codes << 16) >> 24).to(tl.float16))
+
+
+@triton.jit
+def coefs(codes, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Codes of two tokens as fp16, two a word: of the first token, and of the second."""
+    if BITS == 4:
+        first, second = coefs_4(codes, ASM)
+    else:
+        first, second = coefs_8(codes, ASM), coefs_8(codes >> 16, ASM)
+    return first, second
+
+
+@triton.jit
+def quad_max(x, ASM: tl.constexpr):
+    """The largest of the four lanes 4 g .. 4 g + 3, in each of them."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 y, z;
+            shfl.sync.bfly.b32 y, $1, 1, 0x1f, 0xffffffff;
+            max.f32 y, y, $1;
+            shfl.sync.bfly.b32 z, y, 2, 0x1f, 0xffffffff;
+            max.f32 $0, y, z; }""",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    most = tl.max(tl.reshape(x, (8, 4)), 1)
+    return tl.reshape(tl.broadcast_to(most[:, None], (8, 4)), (32,))
+
+
+@triton.jit
+def quad_sum(x, ASM: tl.constexpr):
+    """The sum of the four lanes 4 g .. 4 g + 3, in each of them."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 y, z;
+            shfl.sync.bfly.b32 y, $1, 1, 0x1f, 0xffffffff;
+            add.f32 y, y, $1;
+            shfl.sync.bfly.b32 z, y, 2, 0x1f, 0xffffffff;
+            add.f32 $0, y, z; }""",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    total = tl.sum(tl.reshape(x, (8, 4)), 1)
+    return tl.reshape(tl.broadcast_to(total[:, None], (8, 4)), (32,))
+
+
+@triton.jit
+def words_of(x):
+    """The four columns of x [32, 4]."""
+    even, odd = tl.split(tl.reshape(x, (32, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def mma_int8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+    """16 x 32 times 32 x 8 plus c, of int8, in int32."""
+    return tl.inline_asm_elementwise(
+        """mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
+        {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};""",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+        [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def mma_rows(x, high, low, c0, c1, c2, c3):
+    """The products of rows x [32, W] with the query's high digits (rows 0 to 7) and low ones [32, W], plus c."""
+    if x.shape[1] == 4:
+        x0, x1, x2, x3 = words_of(x)
+        h0, h1, h2, h3 = words_of(high)
+        l0, l1, l2, l3 = words_of(low)
+        c0, c1, c2, c3 = mma_int8(h0, l0, h1, l1, x0, x1, c0, c1, c2, c3)
+        c0, c1, c2, c3 = mma_int8(h2, l2, h3, l3, x2, x3, c0, c1, c2, c3)
+    else:
+        x0, x1 = tl.split(x)
+        h0, h1 = tl.split(high)
+        l0, l1 = tl.split(low)
+        c0, c1, c2, c3 = mma_int8(h0, l0, h1, l1, x0, x1, c0, c1, c2, c3)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def codes_of(x):
+    """The bytes of x [32, W] as int32, lanes 4 g + j brought together: [8, 16 W]."""
+    data = (x[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.int8).to(tl.int32)
+    return tl.reshape(data, (8, 16 * x.shape[1]))
+
+
+@triton.jit
+def dot_rows(first, second, first_digits, second_digits):
+    """The twin of two `mma_rows` for one of the digits: columns 2 j, and 2 j + 1, of the result."""
+    # [8 heads, 8 rows]
+    acc = tl.sum(codes_of(first)[None, :, :] * codes_of(first_digits)[:, None, :], 2)
+    acc += tl.sum(codes_of(second)[None, :, :] * codes_of(second_digits)[:, None, :], 2)
+    return tl.split(tl.reshape(acc, (32, 2)))
+
+
+@triton.jit
+def project(first, second, query, ASM: tl.constexpr):
+    """Products of 8 queries with 8 rows, 128 high + low digit, float32.
+
+    Args:
+        first: [32, W] int32, the rows' first halves as int8: lane 4 g + j has 4 W elements from 4 W j on of row g.
+        second: the same of the second halves.
+        query: four of [32, W] int32: high digits of the queries' first halves, low ones; of the second halves, high
+            and low. Lane 4 g + j has as many of head g.
+        ASM: whether it is compiled.
+
+    Returns:
+        Two of [32]: lane 4 g + j has head g and rows 2 j, and 2 j + 1.
+    """
+    first_high, first_low, second_high, second_low = query
+    if ASM:
+        zero = tl.zeros((32,), tl.int32)
+        c0, c1, c2, c3 = mma_rows(first, first_high, first_low, zero, zero, zero, zero)
+        c0, c1, c2, c3 = mma_rows(second, second_high, second_low, c0, c1, c2, c3)
+    else:
+        c0, c1 = dot_rows(first, second, first_high, second_high)
+        c2, c3 = dot_rows(first, second, first_low, second_low)
+    return (c0 * 128 + c2).to(tl.float32), (c1 * 128 + c3).to(tl.float32)
+
+
+@triton.jit
+def halves_of(words):
+    """The fp16 of words [32] as float32, lanes 4 g + j brought together: [8, 8]."""
+    first, second = half_pair(words)
+    return tl.reshape(tl.join(first, second), (8, 8))
+
+
+@triton.jit
+def dot_pair(z, other_z, coefs, other_coefs, R: tl.constexpr):
+    """The twin of `pair_logits`."""
+    z, other_z = halves_of(z), halves_of(other_z)
+    coefs, other_coefs = halves_of(coefs), halves_of(other_coefs)
+    if R == 4:
+        z, other_z = tl.split(tl.permute(tl.reshape(z, (8, 2, 4)), (0, 2, 1)))
+        coefs, other_coefs = tl.split(tl.permute(tl.reshape(coefs, (8, 2, 4)), (0, 2, 1)))
+    # [8 heads, 8 tokens]
+    first = tl.sum(z[:, None, :] * coefs[None, :, :], 2)
+    second = tl.sum(other_z[:, None, :] * other_coefs[None, :, :], 2)
+    a, b = tl.split(tl.reshape(first, (32, 2)))
+    c, d = tl.split(tl.reshape(second, (32, 2)))
+    return a, b, c, d
+
+
+@triton.jit
+def pair_logits(z, other_z, early, other_early, late, other_late, R: tl.constexpr, ASM: tl.constexpr):
+    """Logits, less the center, of 16 tokens of two pages; both pages in one product.
+
+    Args:
+        z: [32], projections onto the first page's basis, two fp16 a word: lane 4 g + j has ranks 2 j and 2 j + 1 of
+            head g. At R = 4 lanes with j < 2 have those of the first page, the others ranks 2 j - 4 and 2 j - 3 of the
+            second.
+        other_z: the same of the second page; not read at R = 4.
+        early: coefficients, likewise, lane 4 g + j of token g.
+        other_early: of the second page; not read at R = 4.
+        late: of token g + 8.
+        other_late: of the second page.
+        R: rank.
+        ASM: whether it is compiled.
+
+    Returns:
+        Eight of [32] float32: lane 4 g + j has head g; tokens 2 j and 2 j + 1 of the first page, of the second; then
+        2 j + 8 and 2 j + 9 of the first, of the second.
+    """
+    if not ASM:
+        a, b, c, d = dot_pair(z, other_z, early, other_early, R)
+        e, f, g, h = dot_pair(z, other_z, late, other_late, R)
+        logits = (a, b, c, d, e, f, g, h)
+    elif R == 8:
+        # The first page's heads are rows 0 to 7 and its ranks k < 8; the second's the other rows, the other k.
+        logits = tl.inline_asm_elementwise(
+            """{ .reg .b32 o; .reg .f32 z;
+            mov.b32 o, 0;
+            mov.f32 z, 0f00000000;
+            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+            {$0, $1, $2, $3}, {$8, o, o, $9}, {$10, $11}, {z, z, z, z};
+            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+            {$4, $5, $6, $7}, {$8, o, o, $9}, {$12, $13}, {z, z, z, z}; }""",
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r,r,r",
+            [z, other_z, early, other_early, late, other_late],
+            dtype=(tl.float32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        second = (tl.arange(0, 32) & 2) > 0
+        logits = tl.inline_asm_elementwise(
+            """{ .reg .f32 z;
+            mov.f32 z, 0f00000000;
+            mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32
+            {$0, $1, $2, $3}, {$8, $9}, {$10}, {z, z, z, z};
+            mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32
+            {$4, $5, $6, $7}, {$8, $9}, {$11}, {z, z, z, z}; }""",
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r",
+            [tl.where(second, 0, z), tl.where(second, z, 0), early, late],
+            dtype=(tl.float32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    return logits
+
+
+@triton.jit
+def sum_tokens(a0, a1, a2, a3, sums, PAIR: tl.constexpr, ASM: tl.constexpr):
+    """Adds sums over 16 tokens of a pair of pages, in the lanes with j = PAIR.
+
+    Args:
+        a0: [32] words of two fp16 weights, lane 4 g + j: tokens 2 j and 2 j + 1 of head g in the first page.
+        a1: in the second page.
+        a2: tokens 2 j + 8 and 2 j + 9 of the first page.
+        a3: of the second.
+        sums: four of [32] float32, what is added to: the first is of first pages, the third of second ones.
+        PAIR: of four pairs, which.
+        ASM: whether it is compiled.
+    """
+    if ASM:
+        # A product with ones in column 2 PAIR alone.
+        ones = tl.where(tl.arange(0, 32) // 4 == 2 * PAIR, 0x3C003C00, 0)
+        sums = tl.inline_asm_elementwise(
+            """mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+            {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $8}, {$9, $10, $11, $12};""",
+            "=f,=f,=f,=f,r,r,r,r,r,f,f,f,f",
+            [a0, a1, a2, a3, ones, sums[0], sums[1], sums[2], sums[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        mine = (tl.arange(0, 32) & 3) == PAIR
+        x0, x1 = half_pair(a0)
+        x2, x3 = half_pair(a2)
+        y0, y1 = half_pair(a1)
+        y2, y3 = half_pair(a3)
+        first = sums[0] + tl.where(mine, quad_sum(x0 + x1 + x2 + x3, ASM), 0.0)
+        second = sums[2] + tl.where(mine, quad_sum(y0 + y1 + y2 + y3, ASM), 0.0)
+        sums = (first, sums[1], second, sums[3])
+    return sums

@@ -3,16 +3,18 @@
 `score.py` has the formula; here the operands of its products are quantised: the query to 15 bits, projections and the
 tokens' weights to 11. What is different, and why:
 
-* One warp is a program and takes 8 pages a step. The next step's records are loaded while this one's are computed, so
-  a warp always has about 4 KB in flight; several programs a multiprocessor cover the rest of the latency.
+* One warp is a program and takes 8 pages a step. What a step has used of them is loaded for the next step at once, into
+  the same registers; 16 programs a multiprocessor cover the rest of the latency.
 * The query is written as two int8 digits (15 bits). Rows 0-7 of the matrix unit's 16 hold the high digits of up to
   8 query heads, rows 8-15 the low ones: the padding to 16 rows does useful work. Integer products are exact.
 * A nibble x is used as the int8 16 x: the low nibbles of four bytes are one shift and one mask away, the high ones one
   mask. The 16 is folded into the scale.
-* The order of d inside a product is free. The query is loaded in the order in which a 16-byte load of the basis leaves
-  the elements in registers, so no element of a record moves between lanes.
+* Every tensor is a register of the warp's lanes, as `hopper_asm.py` says, so that nothing moves between lanes but the
+  maximum over a page's tokens. The order of d inside a product is free: a lane's 16 bytes of a vector are used as they
+  lie.
 * Logits: coefficients become fp16 and multiply the projections of two pages at a time, block-diagonally. Logits are
-  kept as multiples of 256, so fp16 saturates only where one is beyond 10**7.
+  kept as multiples of 256, so fp16 saturates only where one is beyond 10**7. The mean's share of a logit is the same
+  for all tokens of a page, and is added to the page's log-mass.
 """
 
 import functools
@@ -24,41 +26,32 @@ from torch import Tensor
 
 from .hopper_asm import (
     bf16_pair,
-    bytes_of,
-    coefs_4,
-    coefs_8,
+    coefs,
     exp2,
-    high_nibbles,
-    join_bytes,
-    keep_branch,
+    finite_bf16,
     log2,
-    low_nibbles,
-    saturate,
-    spread_bytes,
-    take_bytes,
+    pack_halves,
+    pair_logits,
+    project,
+    quad_max,
+    quad_sum,
+    sum_tokens,
 )
 from .records import hadamard
 
-# A chunk of a row has one log-sum-exp: 16 pages, and more where that would make more chunks than these.
+# A chunk of a row has one log-sum-exp: 8 pages, and more where that would make more chunks than these.
 MAX_CHUNKS = 1024
 
 # By rank: registers of a program (a warp), and programs a multiprocessor that they leave room for.
-REGISTERS = {4: 128, 8: 168}
-PROGRAMS = {4: 16, 8: 12}
+REGISTERS = {4: 128, 8: 128}
+PROGRAMS = {4: 16, 8: 16}
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = 1.4426950408889634
 # What one is in a logit's fp16 operands: their range in logits is 256 times that of fp16.
 UNIT = tl.constexpr(2.0**-8)
-
-
-@triton.jit
-def as_operand(x, D: tl.constexpr):
-    """Bytes [ROWS, D / 2] of vectors as the product's second operand [D / 2, ROWS], ordered as the query's digits."""
-    STEPS: tl.constexpr = D // 64
-    x = tl.reshape(x, (x.shape[0], 4, STEPS, 8))
-    x = tl.permute(x, (0, 2, 1, 3))
-    return tl.trans(tl.reshape(x, (x.shape[0], D // 2)))
+# The high nibble of each byte of a word.
+NIBBLES = tl.constexpr(-0x0F0F0F10)
 
 
 @triton.jit
@@ -72,7 +65,7 @@ def quantise_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Two int8 digits of up to 8 queries of a group, rotated, in the order of `as_operand`.
+    """Two int8 digits of up to 8 queries of a group, rotated.
 
     Of both halves of D there are 16 rows, 8 of high digits and 8 of low ones; the numbers are the value of one unit
     and |scale q|^2, scale in log2.
@@ -81,7 +74,6 @@ def quantise_kernel(
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
     H: tl.constexpr = D // 2
-    STEPS: tl.constexpr = D // 64
     off_g = tl.arange(0, 8)
     d = tl.arange(0, H)
     # Rows of absent heads repeat the last one; their results are not stored.
@@ -95,10 +87,8 @@ def quantise_kernel(
     second = hadamard(a - b, 1, 16) * 32**-0.5
     unit = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
     unit = tl.maximum(unit, 1e-30) * (1.0 / 16256.0)
-    # The place of element d in a product.
-    k = (d // (8 * STEPS)) * 8 + (d // 8) % STEPS * 32 + d % 8
     item = (row * tl.num_programs(1) + head) * tl.num_programs(0) + tile
-    at = digits_ptr + item * (32 * H) + off_g[:, None] * H + k[None, :]
+    at = digits_ptr + item * (32 * H) + off_g[:, None] * H + d[None, :]
     for half in tl.static_range(2):
         x = first if half == 0 else second
         x = tl.floor(x * (1.0 / unit)[:, None] + 0.5).to(tl.int32)
@@ -110,248 +100,200 @@ def quantise_kernel(
 
 
 @triton.jit
-def join_digits(acc, COLUMNS: tl.constexpr):
-    """high * 128 + low of a product of digits [16, COLUMNS], [8, COLUMNS] float32."""
-    high, low = tl.split(tl.permute(tl.reshape(acc, (2, 8, COLUMNS)), (1, 2, 0)))
-    return (high * 128 + low).to(tl.float32)
+def load_block(block_table_ptr, n, k, last_block, PER_BLOCK: tl.constexpr):
+    """The block of page n + k, and for a page behind the row the row's last one."""
+    return tl.load(block_table_ptr + tl.minimum((n + k) // PER_BLOCK, last_block))
 
 
 @triton.jit
-def record_unit(block_table_ptr, page, last, stride_r_b, stride_r_p, PER_BLOCK: tl.constexpr):
-    """Where each page's record starts, in units of 16 bytes; a page at or behind `last` reads the last one."""
-    page = tl.minimum(page, last - 1)
-    block = tl.load(block_table_ptr + page // PER_BLOCK)
-    if PER_BLOCK == 1:
-        return block * stride_r_b
-    return block * stride_r_b + page % PER_BLOCK * stride_r_p
+def record_unit(block, n, k, stride_r_b, stride_r_p, PER_BLOCK: tl.constexpr):
+    """Where the record of page n + k starts, in units of 16 bytes; n is a multiple of 8, k < 8."""
+    if PER_BLOCK & (PER_BLOCK - 1) != 0:
+        slot = (n + k) % PER_BLOCK
+    elif PER_BLOCK > 8:
+        slot = n % PER_BLOCK + k
+    else:
+        # Known before the loop.
+        slot = k % PER_BLOCK
+    return (block * stride_r_b + slot * stride_r_p).to(tl.int64)
 
 
 @triton.jit
-def load_places(block_table_ptr, n, last, stride_r_b, stride_r_p, zero, PER_BLOCK: tl.constexpr):
-    """Where the records of pages n .. n + 7 start: a scalar each, and again in the order in which lanes need them."""
-    u0 = record_unit(block_table_ptr, n, last, stride_r_b, stride_r_p, PER_BLOCK)
-    u1 = record_unit(block_table_ptr, n + 1, last, stride_r_b, stride_r_p, PER_BLOCK)
-    u2 = record_unit(block_table_ptr, n + 2, last, stride_r_b, stride_r_p, PER_BLOCK)
-    u3 = record_unit(block_table_ptr, n + 3, last, stride_r_b, stride_r_p, PER_BLOCK)
-    u4 = record_unit(block_table_ptr, n + 4, last, stride_r_b, stride_r_p, PER_BLOCK)
-    u5 = record_unit(block_table_ptr, n + 5, last, stride_r_b, stride_r_p, PER_BLOCK)
-    u6 = record_unit(block_table_ptr, n + 6, last, stride_r_b, stride_r_p, PER_BLOCK)
-    u7 = record_unit(block_table_ptr, n + 7, last, stride_r_b, stride_r_p, PER_BLOCK)
-    # [8] for the mean; [32] twice for the numbers of pages 2 j and 2 j + 1 in lane (head, j)
-    by_page = record_unit(block_table_ptr, n + tl.arange(0, 8), last, stride_r_b, stride_r_p, PER_BLOCK)
-    j = (tl.arange(0, 32) ^ zero) % 4
-    even = record_unit(block_table_ptr, n + j * 2, last, stride_r_b, stride_r_p, PER_BLOCK)
-    odd = record_unit(block_table_ptr, n + j * 2 + 1, last, stride_r_b, stride_r_p, PER_BLOCK)
-    return u0, u1, u2, u3, u4, u5, u6, u7, by_page, even, odd
+def load_places(block_table_ptr, n, last_block, lane, EACH: tl.constexpr, PER_BLOCK: tl.constexpr):
+    """The blocks of pages n .. n + 7, EACH of them in one; and in lane 4 g + j of pages n + g, n + 2 j, n + 2 j + 1."""
+    blocks = ()
+    for k in tl.static_range(0, 8, EACH):
+        blocks = blocks + (load_block(block_table_ptr, n, k, last_block, PER_BLOCK),)
+    of_row = load_block(block_table_ptr, n, lane // 4, last_block, PER_BLOCK)
+    even = load_block(block_table_ptr, n, lane % 4 * 2, last_block, PER_BLOCK)
+    odd = even
+    if EACH == 1:
+        odd = load_block(block_table_ptr, n, lane % 4 * 2 + 1, last_block, PER_BLOCK)
+    return blocks, of_row, even, odd
 
 
 @triton.jit
-def of_page(page, u0, u1, u2, u3, u4, u5, u6, u7):
-    """units[page]; where the page is known to the compiler from the register alone, nothing is left of it."""
-    low = tl.where(page % 4 < 2, tl.where(page % 2 == 0, u0, u1), tl.where(page % 2 == 0, u2, u3))
-    high = tl.where(page % 4 < 2, tl.where(page % 2 == 0, u4, u5), tl.where(page % 2 == 0, u6, u7))
-    return tl.where(page < 4, low, high).to(tl.int64)
-
-
-@triton.jit
-def load_records(
+def load_bases(
     rec_ptr,
-    places,
-    zero,
+    unit,
+    other_unit,
+    lane,
     R: tl.constexpr,
     D: tl.constexpr,
     COEF_BITS: tl.constexpr,
     VECTORS_AT: tl.constexpr,
 ):
-    """Everything a step needs of 8 pages, as it lies in memory."""
-    ROWS: tl.constexpr = 8 * R
-    WORDS: tl.constexpr = D // 8
-    COEF_AT: tl.constexpr = D + R * D // 2
-    rec32 = rec_ptr.to(tl.pointer_type(tl.int32))
-    rec16 = rec_ptr.to(tl.pointer_type(tl.int16))
-    u0, u1, u2, u3, u4, u5, u6, u7, by_page, even, odd = places
-    row = tl.arange(0, ROWS)
-    word = tl.arange(0, WORDS)
-    # [ROWS, WORDS]: 16 bytes (8 at D = 64) a lane, four lanes a basis vector. At R = 4 the vectors of two pages
-    # alternate, so that a lane of the product holds one rank of both.
-    if R == 8:
-        page_of_row = row // 8
-        vector = row % 8
+    """Basis, coefficient codes and vector scales of a pair of pages, as `hopper_asm` has them.
+
+    Lane 4 g + j has of basis vector g 16 bytes (8 at D = 64), [32, W] words; of token g (and g + 8 in the high nibbles)
+    the codes of ranks 2 j and 2 j + 1, or with 8 bits a code of token g in the low half and g + 8 in the high one; and
+    two scales a word. At R = 8 there are three of each page; at R = 4 one tensor holds both pages: 8 vectors, 4 and 4,
+    and lanes with j < 2 have the first page's ranks.
+    """
+    first = load_basis(rec_ptr, tl.where(lane < 16, unit, other_unit) if R == 4 else unit, lane, R, D)
+    half = load_coefs(
+        rec_ptr,
+        tl.where(lane % 4 < 2, unit, other_unit) if R == 4 else unit,
+        lane,
+        R,
+        D + R * D // 2,
+        COEF_BITS,
+        VECTORS_AT,
+    )
+    if R == 4:
+        loaded = (first,) + half
     else:
-        page_of_row = row // 8 * 2 + row % 2
-        vector = row % 8 // 2
-    units = of_page(page_of_row, u0, u1, u2, u3, u4, u5, u6, u7)
-    at = (rec32 + D // 4 + vector[:, None] * WORDS + word[None, :]) + (units * 4)[:, None]
-    basis = tl.load(at, eviction_policy="evict_first")
-    # [8, WORDS] twice
-    at = (rec32 + word[None, :]) + (by_page.to(tl.int64) * 4)[:, None]
-    mean_first = tl.load(at, eviction_policy="evict_first")
-    mean_second = tl.load(at + WORDS, eviction_policy="evict_first")
-    even = tl.load(rec32 + (VECTORS_AT + 2 * R) // 4 + even.to(tl.int64) * 4)
-    odd = tl.load(rec32 + (VECTORS_AT + 2 * R) // 4 + odd.to(tl.int64) * 4)
-    # Page i / 32, lane i % 32: tokens lane / 4 and lane / 4 + 8, ranks 2 j and 2 j + 1 (R = 8) or rank j (R = 4).
-    i = tl.arange(0, 256)
-    units = of_page(i // 32, u0, u1, u2, u3, u4, u5, u6, u7)
-    lane = i % 32
-    if R == 8:
-        at = (rec16 + COEF_AT // 2 + (lane ^ zero)) + units * 8
-        vectors = tl.load((rec32 + VECTORS_AT // 4 + (lane % 4 ^ zero)) + units * 4)
-    else:
-        at = (rec16 + COEF_AT // 2 + (lane // 2 ^ zero)) + units * 8
-        vectors = tl.load((rec16 + VECTORS_AT // 2 + (lane % 4 ^ zero)) + units * 8)
-    # Tokens 8 .. 15 of 8-bit coefficients lie 8 R bytes on.
-    coef_first = tl.load(at, eviction_policy="evict_first")
-    coef_second = coef_first
-    if COEF_BITS == 8:
-        coef_second = tl.load(at + 4 * R, eviction_policy="evict_first")
-    return basis, mean_first, mean_second, even, odd, coef_first, coef_second, vectors
+        other = load_basis(rec_ptr, other_unit, lane, R, D)
+        other_half = load_coefs(rec_ptr, other_unit, lane, R, D + R * D // 2, COEF_BITS, VECTORS_AT)
+        loaded = (first,) + half + (other,) + other_half
+    return loaded
 
 
 @triton.jit
-def score_pages(
-    q_first,
-    q_second,
+def load_basis(rec_ptr, unit, lane, R: tl.constexpr, D: tl.constexpr):
+    """Words [32, W] of 8 basis vectors."""
+    W: tl.constexpr = D // 32
+    rec32 = rec_ptr.to(tl.pointer_type(tl.int32))
+    at = rec32 + (D // 4 + lane // 4 % R * (D // 8) + lane % 4 * W) + unit * 4
+    return tl.load(at[:, None] + tl.arange(0, W), eviction_policy="evict_first")
+
+
+@triton.jit
+def load_coefs(
+    rec_ptr,
     unit,
-    norm,
-    basis,
-    mean_first,
-    mean_second,
-    even,
-    odd,
-    coef_first,
-    coef_second,
-    vectors,
-    one,
+    lane,
+    R: tl.constexpr,
+    COEF_AT: tl.constexpr,
+    COEF_BITS: tl.constexpr,
+    VECTORS_AT: tl.constexpr,
+):
+    """Codes and vector scales, [32] int32 each."""
+    pair = lane % 4 % (R // 2)
+    at = rec_ptr.to(tl.pointer_type(tl.int16)) + (COEF_AT // 2 + lane // 4 * (R // 2) + pair) + unit * 8
+    codes = tl.load(at, eviction_policy="evict_first").to(tl.int32)
+    if COEF_BITS == 8:
+        # Tokens 8 .. 15.
+        later = tl.load(at + 4 * R, eviction_policy="evict_first").to(tl.int32)
+        codes = (codes & 0xFFFF) | (later << 16)
+    scales = tl.load(rec_ptr.to(tl.pointer_type(tl.int32)) + (VECTORS_AT // 4 + pair) + unit * 4)
+    return codes, scales
+
+
+@triton.jit
+def load_pair(
+    rec_ptr,
+    places,
+    n,
+    lane,
+    stride_r_b,
+    stride_r_p,
+    PAIR: tl.constexpr,
+    EACH: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
     COEF_BITS: tl.constexpr,
-    ASM: tl.constexpr,
+    VECTORS_AT: tl.constexpr,
 ):
-    """log2 of the mass of 8 pages for 8 query heads, [8, 8]."""
-    ROWS: tl.constexpr = 8 * R
-    acc = tl.dot(q_first, as_operand(low_nibbles(basis, ASM), D), out_dtype=tl.int32)
-    acc = tl.dot(q_second, as_operand(high_nibbles(basis, ASM), D), acc, out_dtype=tl.int32)
-    mean_acc = tl.dot(q_first, as_operand(bytes_of(mean_first, ASM), D), out_dtype=tl.int32)
-    mean_acc = tl.dot(q_second, as_operand(bytes_of(mean_second, ASM), D), mean_acc, out_dtype=tl.int32)
-    # [head, j, parity] -> [8 heads, 8 pages]
-    mean_scale, variance = bf16_pair(tl.reshape(tl.join(even, odd), (8, 8)))
-    # An infinite variance stays infinite whatever the query is.
-    spread = variance * (tl.maximum(norm, 1e-30) * (0.5 * LN2 * UNIT))[:, None]
-    center = join_digits(mean_acc, 8) * (mean_scale * (unit * UNIT)[:, None]) + spread
-    if R == 8:
-        # page, head, j, parity -> head, page, j, parity
-        first, second = bf16_pair(vectors)
-        scale = tl.reshape(tl.join(first, second), (8, 8, 4, 2))
-        scale = tl.reshape(tl.permute(scale, (1, 0, 2, 3)), (8, ROWS))
-        if COEF_BITS == 4:
-            c0, c1, c2, c3 = coefs_4(spread_bytes(coef_first.to(tl.int32), ASM), ASM)
-        else:
-            c0, c1, c2, c3 = coefs_8(
-                (coef_first.to(tl.int32) & 0xFFFF) | (coef_second.to(tl.int32) << 16), ASM
-            )
-    else:
-        # two pages, parity, head, j -> head, two pages, j, parity
-        scale = (vectors.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        scale = tl.permute(tl.reshape(scale, (4, 2, 8, 4)), (2, 0, 3, 1))
-        scale = tl.reshape(scale, (8, ROWS))
-        # The parity of the R = 8 case becomes the page: this lane's rank of two pages.
-        rank = (tl.arange(0, 32) % 2)[None, :]
-        first, second = tl.split(tl.permute(tl.reshape(coef_first.to(tl.int32), (4, 2, 32)), (0, 2, 1)))
-        words = take_bytes(first, second, rank, ASM)
-        if COEF_BITS == 4:
-            c0, c1, c2, c3 = coefs_4(words, ASM)
-        else:
-            first, second = tl.split(tl.permute(tl.reshape(coef_second.to(tl.int32), (4, 2, 32)), (0, 2, 1)))
-            c0, c1, c2, c3 = coefs_8(join_bytes(words, take_bytes(first, second, rank, ASM), ASM), ASM)
-    # [8, ROWS]
-    z = saturate(join_digits(acc, ROWS) * (scale * (unit * (0.0625 * UNIT))[:, None]), ASM)
-    # The center enters the same product: the lane of the mean's accumulator that holds it writes it, as two fp16 that
-    # add up to 22 bits, against ones. head, page or pair of pages, j, page of the pair, digit
-    # What is beyond fp16's range is infinite, as a marked page's center is; below it, the least fp16.
-    high = saturate(center, ASM)
-    low = tl.maximum(center - high.to(tl.float32), -65504.0).to(tl.float16)
-    center = tl.reshape(tl.join(high, low), (8, 4, 2, 2))
-    pair = tl.arange(0, 4)
-    here = (pair[:, None] == pair[None, :])[None, :, :, None, None]
-    # head, pair of pages, j, digit, page of the row
-    center = tl.where(here, tl.permute(center, (0, 1, 3, 2))[:, None, :, :, :], 0.0)
-    # page or pair of pages, 32 lanes, token half, parity
-    c = tl.join(tl.join(c0, c2), tl.join(c1, c3))
-    two = tl.arange(0, 2)
-    if R == 8:
-        # head, pair of pages, page of the product, j, parity, page of the row
-        z = tl.reshape(z, (8, 4, 2, 4, 2))
-        zero_first = (two == 0)[None, None, :, None, None]
-        z = tl.join(tl.where(zero_first, z, 0.0), tl.where(zero_first, 0.0, z))
-        # pair of pages, (page, head) x (j, page, parity)
-        left = tl.reshape(tl.permute(z, (1, 5, 0, 3, 2, 4)), (4, 16, 16))
-        # pair of pages, page, token, j, half, parity -> (j, page, parity) x (half, token)
-        c = tl.reshape(c, (4, 2, 8, 4, 2, 2))
-        right = tl.reshape(tl.permute(c, (0, 3, 1, 5, 4, 2)), (4, 16, 16))
-        # pair of pages, (page, head) x (j, zero, digit)
-        center = tl.join(center, tl.zeros_like(center))
-        center = tl.reshape(tl.permute(center, (1, 4, 0, 2, 5, 3)), (4, 16, 16))
-        logits = tl.dot(center, tl.zeros((4, 16, 16), tl.float16) + one)
-        logits = tl.dot(left, right, logits)
-    else:
-        # head, pair of pages, j, page of the product, page of the row
-        z = tl.reshape(z, (8, 4, 4, 2))
-        z = tl.join(tl.where(two == 0, z, 0.0), tl.where(two == 1, z, 0.0))
-        z = tl.join(z, center)
-        # pair of pages, (page, head) x (j, center, page)
-        left = tl.reshape(tl.permute(z, (1, 4, 0, 2, 5, 3)), (4, 16, 16))
-        # pair of pages, token, j, half, page, center -> (j, center, page) x (half, token)
-        c = tl.reshape(tl.join(c, tl.zeros(c.shape, tl.float16) + one), (4, 8, 4, 2, 2, 2))
-        right = tl.reshape(tl.permute(c, (0, 2, 5, 4, 3, 1)), (4, 16, 16))
-        # [pairs of pages, 16 rows, 16 tokens]
-        logits = tl.dot(left, right)
-    # Finite, so that an infinite logit stays infinite and is no nan.
-    top = tl.minimum(tl.max(logits, 2), 1e30)
-    # The sum over tokens is a product with ones: every lane of a row gets it, without a shuffle.
-    weights = exp2((logits - top[:, :, None]) * (1.0 / UNIT), ASM).to(tl.float16)
-    summed = tl.dot(weights, tl.zeros((weights.shape[0], 16, 8), tl.float16) + one)
-    # Of the 8 equal columns a lane holds two: one stays. [.., 16 rows, 4 lanes]
-    summed, _ = tl.split(tl.reshape(summed, (weights.shape[0], 16, 4, 2)))
-    mass = top[:, :, None] * (1.0 / UNIT) + log2(summed, ASM)
-    # rows -> [head, page, lane]
-    return tl.reshape(tl.permute(tl.reshape(mass, (4, 2, 8, 4)), (2, 0, 1, 3)), (8, 8, 4))
+    """`load_bases` of pages n + 2 PAIR and n + 2 PAIR + 1."""
+    K: tl.constexpr = 2 * PAIR
+    unit = record_unit(places[0][K // EACH], n, K, stride_r_b, stride_r_p, PER_BLOCK)
+    other_unit = record_unit(places[0][(K + 1) // EACH], n, K + 1, stride_r_b, stride_r_p, PER_BLOCK)
+    return load_bases(rec_ptr, unit, other_unit, lane, R, D, COEF_BITS, VECTORS_AT)
 
 
 @triton.jit
-def accumulate(
-    x,
+def load_means(
+    rec_ptr,
+    places,
     n,
-    first,
-    newest,
-    limit,
-    max_pages,
-    log_mass_ptr,
-    stride_m_h,
-    best,
-    mass,
-    G: tl.constexpr,
-    ASM: tl.constexpr,
+    lane,
+    stride_r_b,
+    stride_r_p,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    VECTORS_AT: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
 ):
-    """Stores the log-mass of pages n .. n + 7 and adds the candidates among them to the running log-sum-exp."""
-    head = first + tl.arange(0, 8)
-    lane = tl.arange(0, 4)
-    pages = n + tl.arange(0, 8)
-    counted = x
-    if (n == 0) | (n + 8 > limit):
-        x = tl.where(keep_branch(pages < newest, ASM)[None, :, None], x, -float("inf"))
-        counted = tl.where(((pages > 0) & (pages < limit))[None, :, None], x, -float("inf"))
-    # Lane j of the four that hold the same numbers writes pages 2 j and 2 j + 1.
-    mine = (tl.arange(0, 8)[:, None] // 2 == lane[None, :])[None, :, :]
-    out = tl.sum(tl.reshape(tl.where(mine, x, 0.0), (8, 4, 2, 4)), 1) * LN2
-    # [head, parity, lane]
-    page = n + 2 * lane[None, None, :] + tl.arange(0, 2)[None, :, None]
-    at = log_mass_ptr + head[:, None, None] * stride_m_h + page
-    tl.store(at, out, mask=(head < G)[:, None, None] & (page < max_pages))
-    # A marked page has no share in the total.
-    counted = tl.where(counted < float("inf"), counted, -float("inf"))
-    new = tl.maximum(best, tl.max(counted, 1))
+    """Means of pages n .. n + 7, a row a page, as halves [32, W]; scale and variance of pages n + 2 j, n + 2 j + 1."""
+    W: tl.constexpr = D // 32
+    rec32 = rec_ptr.to(tl.pointer_type(tl.int32))
+    unit = record_unit(places[1], n, lane // 4, stride_r_b, stride_r_p, PER_BLOCK)
+    at = (rec32 + lane % 4 * W + unit * 4)[:, None] + tl.arange(0, W)
+    first = tl.load(at, eviction_policy="evict_first")
+    second = tl.load(at + D // 8, eviction_policy="evict_first")
+    of_mean = rec32 + (VECTORS_AT + 2 * R) // 4
+    even = record_unit(places[2], n, lane % 4 * 2, stride_r_b, stride_r_p, PER_BLOCK)
+    odd = record_unit(places[3], n, lane % 4 * 2 + 1, stride_r_b, stride_r_p, PER_BLOCK)
+    return first, second, tl.load(of_mean + even * 4), tl.load(of_mean + odd * 4)
+
+
+@triton.jit
+def project_basis(basis, scales, query, step, ASM: tl.constexpr):
+    """Projections of 8 queries onto 8 basis vectors in multiples of 1 / UNIT, two fp16 a word, [32]."""
+    x, y = project((basis << 4) & NIBBLES, basis & NIBBLES, query, ASM)
+    # Where no record was written the bits are any; what is not finite would spread to the other pages of a product.
+    first, second = bf16_pair(finite_bf16(scales, ASM))
+    return pack_halves(x * (first * step), y * (second * step), ASM)
+
+
+@triton.jit
+def token_weights(l0, l1, l2, l3, ASM: tl.constexpr):
+    """The largest of 16 tokens' logits [32], and their weights beside it as two words of two fp16."""
+    top = quad_max(tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3)), ASM)
+    scale = 1.0 / UNIT
+    shift = -top * scale
+    w0 = pack_halves(exp2(l0 * scale + shift, ASM), exp2(l1 * scale + shift, ASM), ASM)
+    w1 = pack_halves(exp2(l2 * scale + shift, ASM), exp2(l3 * scale + shift, ASM), ASM)
+    return top, w0, w1
+
+
+@triton.jit
+def weigh_pair(pair, query, step, R: tl.constexpr, COEF_BITS: tl.constexpr, ASM: tl.constexpr):
+    """Largest logits, less the center, of a pair's first and second page, and weights as `sum_tokens` takes them."""
+    z = project_basis(pair[0], pair[2], query, step, ASM)
+    early, late = coefs(pair[1], COEF_BITS, ASM)
+    if R == 8:
+        other_z = project_basis(pair[3], pair[5], query, step, ASM)
+        other_early, other_late = coefs(pair[4], COEF_BITS, ASM)
+    else:
+        other_z, other_early, other_late = z, early, late
+    # A letter a token, a digit a page of the pair.
+    a0, b0, a1, b1, c0, d0, c1, d1 = pair_logits(z, other_z, early, other_early, late, other_late, R, ASM)
+    top_0, w0, w2 = token_weights(a0, b0, c0, d0, ASM)
+    top_1, w1, w3 = token_weights(a1, b1, c1, d1, ASM)
+    return top_0, top_1, w0, w1, w2, w3
+
+
+@triton.jit
+def accumulate(x, y, best, mass, ASM: tl.constexpr):
+    """best and mass [32] of a running log2-sum-exp, with x and y in it; +inf, a marked page, is left out."""
+    x = tl.where(x < float("inf"), x, -float("inf"))
+    y = tl.where(y < float("inf"), y, -float("inf"))
+    new = tl.maximum(best, tl.maximum(x, y))
     safe = tl.maximum(new, -1e30)
-    mass = mass * exp2(best - safe, ASM) + tl.sum(exp2(counted - safe[:, None, :], ASM), 1)
+    mass = mass * exp2(best - safe, ASM) + (exp2(x - safe, ASM) + exp2(y - safe, ASM))
     return new, mass
 
 
@@ -393,93 +335,150 @@ def score_hopper_kernel(
     length = tl.minimum(tl.load(seq_lens_ptr + row), max_pages * 16)
     newest = (length + 15) // 16 - 1
     limit = newest + 1 - window_pages
-    # A chunk is 16 pages, and more where that would make over 1024 of them: a matter of the row's own length alone.
-    log_rounds = 0
-    for bound in tl.static_range(14, 24):
-        log_rounds += (newest > (1 << bound)).to(tl.int32)
-    per_chunk = 1 << log_rounds
-    chunks = (newest + 16 * per_chunk - 1) // (16 * per_chunk)
+    last_block = (newest - 1) // PER_BLOCK
+    # A chunk is 8 pages, and more where that would make over 1024 of them: a matter of the row's own length alone.
+    log_steps = 0
+    for bound in tl.static_range(13, 24):
+        log_steps += (newest > (1 << bound)).to(tl.int32)
+    steps = 1 << log_steps
+    chunks = (newest + 8 * steps - 1) // (8 * steps)
     H: tl.constexpr = D // 2
+    W: tl.constexpr = D // 32
     TILES: tl.constexpr = (G + 7) // 8
+    # One load a block where blocks of a power of two of pages meet every step alike.
+    EACH: tl.constexpr = tl.constexpr(1 if PER_BLOCK & (PER_BLOCK - 1) != 0 else min(PER_BLOCK, 8))
     item = (row * tl.num_programs(1) + head) * TILES
-    digit = tl.arange(0, 16)[:, None] * H + tl.arange(0, H)[None, :]
+    # Opaque to the compiler, which would otherwise give a lane several neighbours' loads.
+    lane = tl.arange(0, 32) ^ zero
+    g = lane // 4
+    j = lane % 4
     rec_ptr += head * stride_r_h
     block_table_ptr += row * stride_t_b
     log_mass_ptr += row * stride_m_b + head * G * stride_m_h
     partial_ptr += row * stride_p_b + head * G * stride_p_h
-    off_g = tl.arange(0, 8)
-    # A constant pair of fp16 ones never reaches the product (seen with triton 3.6): a run-time one does.
-    one = (zero + 1).to(tl.float16)
     if pid < chunks:
-        for first in tl.static_range(0, G, 8):
-            q_at = digits_ptr + (item + first // 8) * (32 * H) + digit
-            q_first = tl.load(q_at)
-            q_second = tl.load(q_at + 16 * H)
-            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + off_g)
-            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + off_g)
-            rounds = (chunks - pid + programs - 1) // programs * per_chunk
-            best = tl.full((8, 4), -float("inf"), tl.float32)
-            mass = tl.zeros((8, 4), tl.float32)
-            n = pid * 16 * per_chunk
-            places = load_places(block_table_ptr, n, newest, stride_r_b, stride_r_p, zero, PER_BLOCK)
-            b0, m0, n0, e0, o0, c0, d0, v0 = load_records(rec_ptr, places, zero, R, D, COEF_BITS, VECTORS_AT)
-            # Two steps a round: the records of one are loaded while the other's are computed, and no register is
-            # copied.
+        for first in range(0, G, 8):
+            # [32, W]
+            digits = (digits_ptr + (item + first // 8) * (32 * H)).to(tl.pointer_type(tl.int32))
+            digits += (lane * W)[:, None] + tl.arange(0, W)
+            first_high, first_low = tl.load(digits), tl.load(digits + 2 * H)
+            second_high, second_low = tl.load(digits + 4 * H), tl.load(digits + 6 * H)
+            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + g)
+            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + g)
+            # An infinite variance stays infinite whatever the query is.
+            norm = tl.maximum(norm, 1e-30) * (0.5 * LN2)
+            rounds = (chunks - pid + programs - 1) // programs * steps
+            best = tl.full((32,), -float("inf"), tl.float32)
+            mass = tl.zeros((32,), tl.float32)
+            query = (first_high, first_low, second_high, second_low)
+            step = unit * (0.0625 * UNIT)
+            n = pid * 8 * steps
+            places = load_places(block_table_ptr, n, last_block, lane, EACH, PER_BLOCK)
+            pairs = ()
+            for pair in tl.static_range(4):
+                pairs = pairs + (
+                    load_pair(
+                        rec_ptr,
+                        places,
+                        n,
+                        lane,
+                        stride_r_b,
+                        stride_r_p,
+                        pair,
+                        EACH,
+                        PER_BLOCK,
+                        R,
+                        D,
+                        COEF_BITS,
+                        VECTORS_AT,
+                    ),
+                )
+            means = load_means(rec_ptr, places, n, lane, stride_r_b, stride_r_p, R, D, VECTORS_AT, PER_BLOCK)
+            next_n = ((pid + (1 >> log_steps) * programs) * steps + (1 & (steps - 1))) * 8
+            places = load_places(block_table_ptr, next_n, last_block, lane, EACH, PER_BLOCK)
+            # What a step has used is loaded for the next one at once, into the same registers; block numbers are
+            # loaded another step ahead.
             for i in tl.range(0, rounds, num_stages=1):
-                chunk = pid + (i >> log_rounds) * programs
-                n = (chunk * per_chunk + (i & (per_chunk - 1))) * 16
-                after = i + 1
-                next_n = (
-                    (pid + (after >> log_rounds) * programs) * per_chunk + (after & (per_chunk - 1))
-                ) * 16
-                places = load_places(block_table_ptr, n + 8, newest, stride_r_b, stride_r_p, zero, PER_BLOCK)
-                b1, m1, n1, e1, o1, c1, d1, v1 = load_records(
-                    rec_ptr, places, zero, R, D, COEF_BITS, VECTORS_AT
+                center_0, center_1 = project(means[0], means[1], query, ASM)
+                mean_scale_0, variance_0 = bf16_pair(means[2])
+                mean_scale_1, variance_1 = bf16_pair(means[3])
+                center_0 = center_0 * (mean_scale_0 * unit) + variance_0 * norm
+                center_1 = center_1 * (mean_scale_1 * unit) + variance_1 * norm
+                means = load_means(
+                    rec_ptr, places, next_n, lane, stride_r_b, stride_r_p, R, D, VECTORS_AT, PER_BLOCK
                 )
-                x = score_pages(
-                    q_first, q_second, unit, norm, b0, m0, n0, e0, o0, c0, d0, v0, one, R, D, COEF_BITS, ASM
-                )
-                best, mass = accumulate(
-                    x, n, first, newest, limit, max_pages, log_mass_ptr, stride_m_h, best, mass, G, ASM
-                )
-                places = load_places(block_table_ptr, next_n, newest, stride_r_b, stride_r_p, zero, PER_BLOCK)
-                b0, m0, n0, e0, o0, c0, d0, v0 = load_records(
-                    rec_ptr, places, zero, R, D, COEF_BITS, VECTORS_AT
-                )
-                x = score_pages(
-                    q_first, q_second, unit, norm, b1, m1, n1, e1, o1, c1, d1, v1, one, R, D, COEF_BITS, ASM
-                )
-                best, mass = accumulate(
-                    x, n + 8, first, newest, limit, max_pages, log_mass_ptr, stride_m_h, best, mass, G, ASM
-                )
-                if (after & (per_chunk - 1)) == 0:
-                    total = (
-                        tl.where(mass > 0.0, best + log2(tl.maximum(mass, 1e-30), ASM), -float("inf")) * LN2
+                sums = (tl.zeros((32,), tl.float32),) * 4
+                top_0 = tl.zeros((32,), tl.float32)
+                top_1 = top_0
+                next_pairs = ()
+                for pair in tl.static_range(4):
+                    first_top, second_top, w0, w1, w2, w3 = weigh_pair(
+                        pairs[pair], query, step, R, COEF_BITS, ASM
                     )
-                    at = (
-                        partial_ptr
-                        + (first + off_g)[:, None] * stride_p_h
-                        + chunk
-                        + tl.zeros((8, 4), tl.int32)
+                    top_0 = tl.where(j == pair, first_top, top_0)
+                    top_1 = tl.where(j == pair, second_top, top_1)
+                    sums = sum_tokens(w0, w1, w2, w3, sums, pair, ASM)
+                    next_pairs = next_pairs + (
+                        load_pair(
+                            rec_ptr,
+                            places,
+                            next_n,
+                            lane,
+                            stride_r_b,
+                            stride_r_p,
+                            pair,
+                            EACH,
+                            PER_BLOCK,
+                            R,
+                            D,
+                            COEF_BITS,
+                            VECTORS_AT,
+                        ),
                     )
-                    tl.store(at, total, mask=(first + off_g < G)[:, None] & (tl.arange(0, 4) == 0)[None, :])
-                    best = tl.full((8, 4), -float("inf"), tl.float32)
-                    mass = tl.zeros((8, 4), tl.float32)
+                pairs = next_pairs
+                log_mass_0 = top_0 * (1.0 / UNIT) + (log2(sums[0], ASM) + center_0)
+                log_mass_1 = top_1 * (1.0 / UNIT) + (log2(sums[2], ASM) + center_1)
+                after = i + 2
+                next_n = ((pid + (after >> log_steps) * programs) * steps + (after & (steps - 1))) * 8
+                places = load_places(block_table_ptr, next_n, last_block, lane, EACH, PER_BLOCK)
+
+                page = ((pid + (i >> log_steps) * programs) * steps + (i & (steps - 1))) * 8 + 2 * j
+                log_mass_0 = tl.where(page < newest, log_mass_0, -float("inf"))
+                log_mass_1 = tl.where(page + 1 < newest, log_mass_1, -float("inf"))
+                at = log_mass_ptr + (first + g)[:, None] * stride_m_h + page[:, None] + tl.arange(0, 2)
+                mask = (first + g < G)[:, None] & (page[:, None] + tl.arange(0, 2) < max_pages)
+                tl.store(at, tl.join(log_mass_0, log_mass_1) * LN2, mask=mask)
+                best, mass = accumulate(
+                    tl.where((page > 0) & (page < limit), log_mass_0, -float("inf")),
+                    tl.where(page + 1 < limit, log_mass_1, -float("inf")),
+                    best,
+                    mass,
+                    ASM,
+                )
+                if (i & (steps - 1)) == steps - 1:
+                    top = quad_max(best, ASM)
+                    total = quad_sum(mass * exp2(best - tl.maximum(top, -1e30), ASM), ASM)
+                    total = tl.where(total > 0.0, top + log2(total, ASM), -float("inf")) * LN2
+                    chunk = pid + (i >> log_steps) * programs
+                    to_partial = partial_ptr + (first + g) * stride_p_h + chunk
+                    tl.store(to_partial, total, mask=(first + g < G) & (j == 0))
+                    best = tl.full((32,), -float("inf"), tl.float32)
+                    mass = tl.zeros((32,), tl.float32)
     # What lies behind the scored pages.
     page = tl.arange(0, FILL)
     for start in range(chunks + pid * FILL, max_chunks, programs * FILL):
-        for g in range(G):
-            at = partial_ptr + g * stride_p_h + start + page
+        for h in range(G):
+            at = partial_ptr + h * stride_p_h + start + page
             tl.store(at, tl.full((FILL,), -float("inf"), tl.float32), mask=start + page < max_chunks)
-    for start in range((chunks * per_chunk + pid * (FILL // 16)) * 16, max_pages, programs * FILL):
-        for g in range(G):
-            at = log_mass_ptr + g * stride_m_h + start + page
+    for start in range((chunks * steps + pid * (FILL // 8)) * 8, max_pages, programs * FILL):
+        for h in range(G):
+            at = log_mass_ptr + h * stride_m_h + start + page
             tl.store(at, tl.full((FILL,), -float("inf"), tl.float32), mask=start + page < max_pages)
 
 
 def num_chunks(pages: int) -> int:
     """Most chunks of a row of so many pages."""
-    return min(MAX_CHUNKS, -(-pages // 16))
+    return min(MAX_CHUNKS, -(-pages // 8))
 
 
 @functools.cache

@@ -511,11 +511,16 @@ def decode(
         impl=impl,
         debug=debug,
     )
-    share = page_share(mass, k_cache.shape[1], impl=impl)
-    pages = select_pages(share, seq_lens, page=fmt.page, budget=budget, window_pages=window_pages, impl=impl)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    work = _load(resolve_impl(impl, q.device, q.dtype))
+    work, heads = _load(resolve_impl(impl, q.device, q.dtype)), k_cache.shape[1]
     some = q.shape[0] > 0 and block_table.shape[1] > 0
+    chosen = {"page": fmt.page, "budget": budget, "window_pages": window_pages}
+    if wanted is None and some:
+        with _on(q.device):
+            pages = work.select_from_mass(mass, seq_lens, heads, **chosen)
+    else:
+        share = page_share(mass, heads, impl=impl)
+        pages = select_pages(share, seq_lens, impl=impl, **chosen)
     if wanted is not None and some:
         with _on(q.device):
             pages = work.cover_pages(

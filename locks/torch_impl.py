@@ -170,6 +170,14 @@ def select_pages(share: Tensor, seq_lens: Tensor, *, page: int, budget: int, win
     return PageList(listed, counts.to(torch.int32).expand(share.shape[:2]).contiguous())
 
 
+def select_from_mass(
+    mass: PageMass, seq_lens: Tensor, num_kv_heads: int, *, page: int, budget: int, window_pages: int
+) -> PageList:
+    """`select_pages` of `page_share`."""
+    share = page_share(mass, num_kv_heads)
+    return select_pages(share, seq_lens, page=page, budget=budget, window_pages=window_pages)
+
+
 def sparse_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -180,8 +188,9 @@ def sparse_attention(
     *,
     page: int,
     scale: float,
+    out: Tensor | None = None,
 ) -> Attended:
-    """softmax(scale * q K^T) V over the tokens of the listed pages."""
+    """softmax(scale * q K^T) V over the tokens of the listed pages, into `out` if it is given."""
     ids = pages.page_ids
     live = torch.arange(ids.shape[-1], device=ids.device) < pages.counts[..., None]
     keys, values = (
@@ -196,8 +205,10 @@ def sparse_attention(
     lse = logits.logsumexp(-1)
     # Not exp(logits - lse): an lse of millions has lost the logarithm of the sum.
     weights = torch.where(lse[..., None] == -math.inf, 0, logits.softmax(-1))
-    out = weights @ torch.where(live.mT, values, 0)
-    return Attended(out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2))
+    result = (weights @ torch.where(live.mT, values, 0)).flatten(1, 2).to(q.dtype)
+    if out is not None:
+        result = out.copy_(result)
+    return Attended(result, lse.flatten(1, 2))
 
 
 def page_interval(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from locks.certificate import always_pages
@@ -76,6 +77,18 @@ def select_pages(share: Tensor, seq_lens: Tensor, *, page: int, budget: int, win
     return PageList(*select_op.select(share, seq_lens, page=page, pages=pages, window_pages=window_pages))
 
 
+def select_from_mass(
+    mass: PageMass, seq_lens: Tensor, num_kv_heads: int, *, page: int, budget: int, window_pages: int
+) -> PageList:
+    """`select_pages` of `page_share`, bit by bit, in two launches."""
+    pages = budget_pages(budget, page, window_pages)
+    return PageList(
+        *select_op.select_from_mass(
+            *mass, seq_lens, num_kv_heads, page=page, pages=pages, window_pages=window_pages
+        )
+    )
+
+
 def sparse_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -86,8 +99,10 @@ def sparse_attention(
     *,
     page: int,
     scale: float,
+    out: Tensor | None = None,
 ) -> Attended:
-    """softmax(scale * q K^T) V over the tokens of the listed pages."""
+    """softmax(scale * q K^T) V over the tokens of the listed pages, into `out` if it is given."""
+    into = None if out is None else (out, q.new_empty(q.shape[:2], dtype=torch.float32))
     return Attended(
         *attend_op.attend(
             q,
@@ -99,6 +114,7 @@ def sparse_attention(
             pages.counts,
             page=page,
             scale=scale,
+            out=into,
         )
     )
 

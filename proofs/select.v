@@ -144,6 +144,22 @@ have := l_before i j il j_lt jl; have := top_before jt i_lt it.
 by move=> ji ij; have eq_ij := @before_anti s i j; rewrite eq_ij ?ij // jt in it.
 Qed.
 
+(** Any threshold with M keys or more at or above it, and M or fewer above, selects the top M, pages ascending. *)
+Theorem threshold_top tau M s :
+  M <= count_ge tau s -> count_gt tau s <= M ->
+  let kept := [seq i <- iota 0 (size s) | keeps tau (M - count_gt tau s) s i] in
+  sorted ltn kept /\ perm_eq kept (top M s).
+Proof.
+move=> enough few kept.
+have kept_sorted : sorted ltn kept by apply: (sorted_filter ltn_trans); apply: iota_ltn_sorted.
+have kept_uniq : uniq kept by apply: sorted_uniq kept_sorted; [apply: ltn_trans | apply: ltnn].
+split=> //; apply: uniq_perm => //; first exact: top_uniq.
+apply: top_unique => // [i||i j].
+- by rewrite mem_filter => /andP[].
+- by rewrite size_kept // (minn_idPl _) // (leq_trans enough) // count_size.
+- exact: kept_before.
+Qed.
+
 (** For keys of n digits to the base b: the pages are listed in ascending order, there are min(M, N) of
     them, they are the top M of the specification, and each kept page comes before each that is not. *)
 Theorem select_top b n M s :

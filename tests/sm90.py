@@ -97,7 +97,7 @@ def capture() -> Iterator[list[Resources]]:
 def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resources]:
     """Compiles every stage for bfloat16 caches of that shape."""
     from locks import SummaryFormat
-    from locks.kernels import attend, certify, cover, logits, score, score_hopper, select, summarize
+    from locks.kernels import attend, certify, cover, logits, score, score_hopper, seal, select, summarize
 
     fmt, per_block, heads = SummaryFormat(page, rank), 4, 4
     cache = torch.zeros(8, heads, per_block * page, head_dim, dtype=torch.bfloat16)
@@ -105,16 +105,21 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
     table, lengths = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     q = torch.zeros(2, heads * group, head_dim, dtype=torch.bfloat16)
     with capture() as done:
-        config = summarize.default_config(page, 1000, interpreted=False)
+        config = summarize.default_config(page, 1000, head_dim=head_dim, interpreted=False)
         summarize.summarize(
             cache, table, lengths, fmt, start=None, max_new_pages=None, out=records, config=config
         )
+        pointers = seal.layer_pointers([cache], [records])
+        seal.seal(pointers, cache, records, table, lengths, fmt, config=config)
         log_mass, total = score.score(q, records, table, lengths, fmt, scale=0.1, window_pages=2)
         if score_hopper.shape_fits(fmt, head_dim, group):
             score.score(q, records, table, lengths, fmt, scale=0.1, window_pages=2, exact=False)
         logits.logits(q, records, table, lengths, fmt, scale=0.1)
         share = select.share(log_mass, total, heads)
         ids, counts = select.select(share, lengths, page=page, pages=16, window_pages=2)
+        select.select_from_mass(log_mass, total, lengths, heads, page=page, pages=16, window_pages=2)
+        wide = torch.zeros(2, heads * group, 65536)
+        select.select_from_mass(wide, total, lengths, heads, page=page, pages=128, window_pages=2)
         # A row longer than one program takes at once, with few groups to read and with many.
         long = torch.zeros(2, heads, 65536)
         select.select(long, lengths, page=page, pages=128, window_pages=2)

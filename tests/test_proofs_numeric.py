@@ -343,6 +343,22 @@ def test_select_top(seed: int, pages: int, pattern: str, radix: tuple[int, int],
     np.testing.assert_array_equal(np.flatnonzero(chosen), expected)
 
 
+@given(seed=seeds, pages=st.integers(1, 60), values=st.sampled_from([1, 3, 1000]))
+def test_threshold_top(seed: int, pages: int, values: int) -> None:
+    rng = np.random.default_rng(seed)
+    keys = rng.integers(0, values, pages)
+    kept = int(rng.integers(0, pages + 1))
+    expected = np.sort(np.argsort(-keys, kind="stable")[:kept])
+    found = 0
+    for tau in range(-1, int(keys.max()) + 2):
+        above, ties = keys > tau, keys == tau
+        if above.sum() <= kept <= (keys >= tau).sum():
+            chosen = above | (ties & (np.cumsum(ties) <= kept - above.sum()))
+            np.testing.assert_array_equal(np.flatnonzero(chosen), expected)
+            found += 1
+    assert found > 0
+
+
 @given(seed=seeds, pages=st.integers(1, 300), group=st.integers(1, 40), values=st.sampled_from([1, 3, 1000]))
 def test_groups_hold_top(seed: int, pages: int, group: int, values: int) -> None:
     rng = np.random.default_rng(seed)

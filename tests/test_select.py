@@ -262,19 +262,23 @@ def test_share_writes_into_the_output_it_is_given():
     ("total", "pages"),
     [
         pytest.param(4096, 40, id="all keys at once"),
-        pytest.param(4097, 40, id="groups of 16"),
+        pytest.param(4097, 40, id="groups of 8"),
         pytest.param(66000, 9, id="groups of 32"),
         pytest.param(4200, 600, id="keys in tiles"),
     ],
 )
 @pytest.mark.parametrize(
-    "kind", ["random", "few values", "equal", "zeros", "one group", "marked", "always kept"]
+    "kind",
+    ["random", "few values", "far apart", "equal", "zeros", "one group", "marked", "always kept"],
 )
 def test_long_rows_select_the_references_pages(total, pages, kind):
     gen = generator(total)
     share = torch.rand(2, 2, total, generator=gen)
     if kind == "few values":
         share = torch.randint(0, 3, share.shape, generator=gen).float()
+    elif kind == "far apart":
+        # The most steps that a search can take, for a value between the two is never there.
+        share = torch.where(share < 0.004, BIG, torch.where(share < 0.9, 1e-45, 0.0))
     elif kind in ("equal", "zeros"):
         share = torch.full_like(share, 0.25 if kind == "equal" else 0.0)
     elif kind == "one group":
@@ -290,6 +294,123 @@ def test_long_rows_select_the_references_pages(total, pages, kind):
     want = reference.select_pages(share, lens, page=16, budget=16 * pages, window_pages=2)
     assert got[0].tolist() == want.page_ids.tolist()
     assert got[1].tolist() == want.counts.tolist()
+
+
+def masses_of(kind: str, rows: int, N: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_mass [rows, 6, N] of two groups of three heads, and total [rows, 6]."""
+    gen = generator(N)
+    log_mass = 4 * torch.randn(rows, 6, N, generator=gen)
+    total = torch.logsumexp(log_mass, -1)
+    if kind == "equal":
+        log_mass = torch.full_like(log_mass, -3.0)
+    elif kind == "two values":
+        log_mass = torch.where(log_mass > 8, 0.0, torch.where(log_mass > -6, -80.0, -math.inf))
+    elif kind == "nan":
+        log_mass[..., 7::31] = math.nan
+    elif kind == "marked":
+        log_mass[:, 1, 5::17] = math.inf
+        total[:, 0] = -math.inf
+    return log_mass.to(DEVICE), total.to(DEVICE)
+
+
+# Pages kept, and the pages of a table: all keys at once, groups, groups in tables of a size that no load fits, tiles.
+FUSED = [(8, 64), (12, 4160), (12, 4161), (600, 4200)]
+
+
+@pytest.mark.parametrize(("pages", "N"), FUSED)
+@pytest.mark.parametrize("kind", ["random", "equal", "two values", "nan", "marked"])
+def test_two_launches_select_what_the_shares_do(pages, N, kind):
+    """Rows of no page, of one token, of M pages, of one more, and of all that the table holds."""
+    log_mass, total = masses_of(kind, 5, N)
+    lens = ids(0, 1, 16 * pages, 16 * pages + 1, 16 * N)
+    options = {"page": 16, "pages": pages, "window_pages": 2}
+    got = select_op.select_from_mass(log_mass, total, lens, 2, **options)
+    share = select_op.share(log_mass, total, 2)
+    separate = select_op.select(share, lens, **options)
+    want = reference.select_pages(share, lens, page=16, budget=16 * pages, window_pages=2)
+    assert got[0].tolist() == separate[0].tolist() == want.page_ids.tolist()
+    assert got[1].tolist() == separate[1].tolist() == want.counts.tolist()
+
+
+@pytest.mark.parametrize(("pages", "N"), FUSED)
+def test_what_lies_behind_a_rows_pages_is_not_read(pages, N):
+    """log_mass behind the row is nan, which would rank first; so would what the workspace holds before the call."""
+    lengths = [0, 5, 16 * pages + 1, 16 * pages + 130, 8 * N, 16 * N - 100]
+    log_mass, total = masses_of("random", len(lengths), N)
+    for b, length in enumerate(lengths):
+        log_mass[b, :, -(-length // 16) :] = math.nan
+    work = select_op.workspace(len(lengths), 2, N, pages, DEVICE)
+    for buffer in work:
+        buffer.fill_(0x7F800000)
+    options = {"page": 16, "pages": pages, "window_pages": 1}
+    got = select_op.select_from_mass(log_mass, total, ids(*lengths), 2, **options, work=work)
+    for b, length in enumerate(lengths):
+        # The row alone, in a table that it fills.
+        n = -(-length // 16)
+        row = select_op.share(log_mass[b : b + 1, :, :n].contiguous(), total[b : b + 1], 2) if n else None
+        share = torch.zeros(1, 2, 0, device=DEVICE) if row is None else row
+        want = reference.select_pages(share, ids(length), page=16, budget=16 * pages)
+        assert got[0][b].tolist() == want.page_ids[0].tolist()
+        assert got[1][b].tolist() == want.counts[0].tolist()
+
+
+@pytest.mark.parametrize(("pages", "N"), FUSED)
+def test_a_workspace_and_lists_serve_one_step_after_another(pages, N):
+    log_mass, total = masses_of("random", 2, N)
+    options = {"page": 16, "pages": pages, "window_pages": 1}
+    # Room for more rows than there are.
+    work = select_op.workspace(3, 2, N, pages, DEVICE)
+    out = torch.empty(2, 2, pages, dtype=torch.int32, device=DEVICE), ids([7, 7], [7, 7])
+    for lengths in ((16 * N, 16 * pages + 1), (16, 16 * N), (8 * N, 0), (16 * pages, 8 * N + 1)):
+        got = select_op.select_from_mass(log_mass, total, ids(*lengths), 2, **options, out=out, work=work)
+        assert got[0] is out[0]
+        assert got[1] is out[1]
+        want = select_op.select_from_mass(log_mass, total, ids(*lengths), 2, **options)
+        assert got[0].tolist() == want[0].tolist()
+        assert got[1].tolist() == want[1].tolist()
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    log_mass, total = masses_of("random", 2, 64)
+    work = select_op.workspace(1, 2, 64, 8, DEVICE)
+    with pytest.raises(ValueError, match=r"^work.keys: expected at least \[2, 2, 128\], got \[1, 2, 128\]$"):
+        select_op.select_from_mass(log_mass, total, ids(9, 9), 2, page=16, pages=8, window_pages=1, work=work)
+
+
+@pytest.mark.parametrize("N", [1, 4096, 4097, 8192, 20000, 65536, 200_000, 3_000_000])
+@pytest.mark.parametrize("pages", [3, 64, 100, 128, 500, 4096])
+def test_a_plan_keeps_to_what_a_program_holds(N, pages):
+    shape = select_op.plan(N, pages)
+    if shape.group:
+        assert shape.group * shape.block_c >= N
+        assert shape.slots >= pages
+        assert 256 * shape.warps <= shape.slots * shape.group <= select_op.IN_REGISTERS
+        # What the second kernel reads of the maxima, four by four, is what a program of the first writes.
+        assert shape.block_n % (4 * shape.group) == 0
+    if shape.block_c:
+        assert 256 * shape.warps <= shape.block_c <= select_op.MAX_GROUPS
+    else:
+        assert N > select_op.DIRECT
+
+
+@pytest.mark.gpu
+def test_a_captured_selection_follows_the_lengths():
+    log_mass, total = masses_of("random", 2, 4160)
+    lens = ids(16 * 4160, 999)
+    out = torch.empty(2, 2, 12, dtype=torch.int32, device=DEVICE), ids([0, 0], [0, 0])
+    given_ = {"page": 16, "pages": 12, "window_pages": 1, "out": out}
+    given_["work"] = select_op.workspace(2, 2, 4160, 12, DEVICE)
+    select_op.select_from_mass(log_mass, total, lens, 2, **given_)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        select_op.select_from_mass(log_mass, total, lens, 2, **given_)
+    share = select_op.share(log_mass, total, 2)
+    for lengths in ((16 * 4160, 999), (0, 16 * 3000), (200, 16 * 4000)):
+        lens.copy_(ids(*lengths))
+        graph.replay()
+        want = reference.select_pages(share, lens, page=16, budget=192)
+        assert out[0].tolist() == want.page_ids.tolist()
+        assert out[1].tolist() == want.counts.tolist()
 
 
 @by_impl

@@ -13,13 +13,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {
     "summarize_kernel",
+    "seal_kernel",
     "score_kernel",
     "total_kernel",
     "logits_kernel",
     "share_kernel",
     "select_kernel",
-    "select_groups_kernel",
-    "maxima_kernel",
+    "keys_kernel",
+    "tiles_kernel",
     "attend_kernel",
     "merge_kernel",
     "unread_kernel",
@@ -36,7 +37,7 @@ FAST = {"score_hopper_kernel", "quantise_kernel"}
     [
         # The fast path gives registers up for more programs at once.
         ({"page": 16, "rank": 4, "head_dim": 128, "group": 8}, KERNELS | FAST, FAST),
-        ({"page": 32, "rank": 8, "head_dim": 80, "group": 3}, KERNELS, {"summarize_kernel"}),
+        ({"page": 32, "rank": 8, "head_dim": 80, "group": 3}, KERNELS, set()),
     ],
 )
 def test_every_stage_compiles_for_hopper(
@@ -55,4 +56,6 @@ def test_every_stage_compiles_for_hopper(
         if one["name"] == "score_hopper_kernel":
             # 16 programs of one warp a multiprocessor.
             assert one["registers"] <= 128, one
-            assert one["stack_bytes"] <= 512, one
+            assert one["stack_bytes"] <= 64, one
+            # Every tensor is a register of its lane: nothing goes from lane to lane through memory.
+            assert one["shared_bytes"] == 0, one

@@ -114,19 +114,19 @@ class LayerStages:
             window_pages=config.window_pages,
             exact=False,
         )
-        pages = work.select_pages(
-            work.page_share(mass, keys.shape[1]),
+        pages = work.select_from_mass(
+            mass,
             scanned,
+            keys.shape[1],
             page=config.page,
             budget=config.budget,
             window_pages=config.window_pages,
         )
         if dense is not None:
             pages = self._all_pages(pages, seq_lens, dense)
-        attended = work.sparse_attention(
-            q, keys, values, block_table, seq_lens, pages, page=config.page, scale=self.scale
+        work.sparse_attention(
+            q, keys, values, block_table, seq_lens, pages, page=config.page, scale=self.scale, out=out
         )
-        out.copy_(attended.out)
 
     def _all_pages(self, pages: PageList, seq_lens: Tensor, dense: Tensor) -> PageList:
         """`pages`, with all of a row's pages where it is dense."""

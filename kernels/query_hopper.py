@@ -49,7 +49,8 @@ def hadamard_16(x, TILES: tl.constexpr, ASM: tl.constexpr):
         turned = ()
         for i in tl.static_range(E):
             other = x[i ^ (1 << bit)]
-            turned = turned + (other - x[i] if i & (1 << bit) else other + x[i],)
+            # pyright takes the tuples to be empty.
+            turned = turned + (other - x[i] if i & (1 << bit) else other + x[i],)  # pyright: ignore[reportOperatorIssue]
         x = turned
     if TILES == 1:
         turned = ()

@@ -187,6 +187,7 @@ def score(
     scale: float,
     window_pages: int,
     exact: bool = True,
+    whole: bool = True,
     config: KernelConfig | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -201,6 +202,7 @@ def score(
         scale: of the logits.
         window_pages: newest pages that are no candidates.
         exact: not by the fast path, whose operands are quantised.
+        whole: write -inf for pages that are not scored; else they may keep any value.
         config: launch shape; None for the default.
         out: log_mass and total to write into.
     """
@@ -228,6 +230,7 @@ def score(
             window_pages=window_pages,
             log_mass=log_mass,
             partial=partial,
+            whole=whole,
         )
     else:
         _general(q, records, block_table, seq_lens, fmt, scale, window_pages, config, log_mass, partial)

@@ -290,6 +290,7 @@ def score_hopper_kernel(
     PER_BLOCK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr,
     FILL: tl.constexpr,
+    WHOLE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """log_mass of chunks pid, pid + programs, ... of one (row, KV head), and each chunk's log-sum-exp."""
@@ -429,7 +430,9 @@ def score_hopper_kernel(
         for h in range(G):
             at = partial_ptr + h * stride_p_h + start + page
             tl.store(at, tl.full((FILL,), -float("inf"), tl.float32), mask=start + page < max_chunks)
-    for start in range((chunks * steps + pid * (FILL // 8)) * 8, max_pages, programs * FILL):
+    # Where nobody reads them, the masses of a wide table would be most of what is written.
+    filled = max_pages if WHOLE else 0
+    for start in range((chunks * steps + pid * (FILL // 8)) * 8, filled, programs * FILL):
         for h in range(G):
             at = log_mass_ptr + h * stride_m_h + start + page
             tl.store(at, tl.full((FILL,), -float("inf"), tl.float32), mask=start + page < max_pages)
@@ -459,8 +462,12 @@ def score_hopper(
     window_pages: int,
     log_mass: Tensor,
     partial: Tensor,
+    whole: bool = True,
 ) -> None:
-    """Writes log_mass [B, Hq, N] and each chunk's log-sum-exp [B, Hq, `num_chunks(N, R)`]."""
+    """Writes log_mass [B, Hq, N] and each chunk's log-sum-exp [B, Hq, `num_chunks(N, R)`].
+
+    Unless `whole`, log_mass of pages that are not scored is left as it is.
+    """
     B, Hq, D = q.shape
     Hkv, per_block = records.shape[1], records.shape[2]
     at = fmt.layout(D)
@@ -494,6 +501,7 @@ def score_hopper(
         PER_BLOCK=per_block,
         MOST_CHUNKS=MOST_CHUNKS[fmt.rank],
         FILL=256,
+        WHOLE=whole,
         ASM=compiled,
         num_warps=1,
         num_stages=1,

@@ -106,8 +106,9 @@ def page_mass(
     scale: float,
     window_pages: int,
     exact: bool,
+    whole: bool = True,
 ) -> PageMass:
-    """Estimated log-mass of every scored page and its total over the candidates; float32 whether `exact` or not."""
+    """Estimated log-mass of every scored page and its total over the candidates, exact and whole in any case."""
     logits, spread = _estimate(q, records, block_table, fmt, scale)
     live = scored(seq_lens, fmt.page, logits.shape[2])[:, None]
     # Records that no page owns may hold anything: mask before and after.

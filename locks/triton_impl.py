@@ -57,11 +57,20 @@ def page_mass(
     scale: float,
     window_pages: int,
     exact: bool,
+    whole: bool = True,
 ) -> PageMass:
-    """Estimated log-mass of every scored page and its total over the candidates."""
+    """Estimated log-mass of every scored page and its total; unless `whole`, other pages may have any value."""
     return PageMass(
         *score_op.score(
-            q, records, block_table, seq_lens, fmt, scale=scale, window_pages=window_pages, exact=exact
+            q,
+            records,
+            block_table,
+            seq_lens,
+            fmt,
+            scale=scale,
+            window_pages=window_pages,
+            exact=exact,
+            whole=whole,
         )
     )
 

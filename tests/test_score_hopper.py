@@ -10,7 +10,7 @@ from torch import Tensor
 
 from locks import SummaryFormat, page_mass, reference
 from locks.format import rotate, unpack
-from locks.kernels import score_hopper
+from locks.kernels import score, score_hopper
 from locks.pages import gather_pages
 from tests.helpers import Cache, examples, ids, normal, paged_cache, records_of
 
@@ -110,6 +110,29 @@ def test_a_row_of_a_batch_is_its_solo_run_bit_by_bit(fmt):
         alone = fast_mass(q[b : b + 1], records, cache.row(b), fmt)
         assert torch.equal(alone.log_mass[0], together.log_mass[b])
         assert torch.equal(alone.total[0], together.total[b])
+
+
+def test_behind_the_scored_pages_nothing_is_written_unless_asked_for():
+    cache, fmt = paged_cache([200, 16 * 5, 0], heads=2, dtype=torch.float16), SummaryFormat()
+    q, records = normal(3, 6, 64, seed=1, dtype=torch.float16), records_of(cache, fmt)
+    whole = fast_mass(q, records, cache, fmt)
+    out = whole.log_mass.new_full(whole.log_mass.shape, 7.0), whole.total.new_full(whole.total.shape, 7.0)
+    log_mass, total = score.score(
+        q,
+        records,
+        cache.block_table,
+        cache.seq_lens,
+        fmt,
+        scale=0.125,
+        window_pages=1,
+        exact=False,
+        whole=False,
+        out=out,
+    )
+    assert torch.equal(total, whole.total)
+    for row, (scored, untouched) in enumerate([(12, 16), (4, 8), (0, 0)]):
+        assert torch.equal(log_mass[row, :, :scored], whole.log_mass[row, :, :scored])
+        assert (log_mass[row, :, untouched:] == 7.0).all()
 
 
 @pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[2]], ids=str)

@@ -113,6 +113,7 @@ class LayerStages:
             scale=self.scale,
             window_pages=config.window_pages,
             exact=False,
+            whole=False,
         )
         pages = work.select_from_mass(
             mass,

@@ -213,25 +213,19 @@ def mma_int8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
 
 @triton.jit
 def mma_rows(x, high, low, c0, c1, c2, c3):
-    """The products of rows x [32, W] with the query's high digits (rows 0 to 7) and low ones, W words each, plus c."""
+    """The products of rows x [32, W] with the query's high digits (rows 0 to 7) and low ones [32, W], plus c."""
     if x.shape[1] == 4:
         x0, x1, x2, x3 = words_of(x)
-        c0, c1, c2, c3 = mma_int8(high[0], low[0], high[1], low[1], x0, x1, c0, c1, c2, c3)
-        c0, c1, c2, c3 = mma_int8(high[2], low[2], high[3], low[3], x2, x3, c0, c1, c2, c3)
+        h0, h1, h2, h3 = words_of(high)
+        l0, l1, l2, l3 = words_of(low)
+        c0, c1, c2, c3 = mma_int8(h0, l0, h1, l1, x0, x1, c0, c1, c2, c3)
+        c0, c1, c2, c3 = mma_int8(h2, l2, h3, l3, x2, x3, c0, c1, c2, c3)
     else:
         x0, x1 = tl.split(x)
-        c0, c1, c2, c3 = mma_int8(high[0], low[0], high[1], low[1], x0, x1, c0, c1, c2, c3)
+        h0, h1 = tl.split(high)
+        l0, l1 = tl.split(low)
+        c0, c1, c2, c3 = mma_int8(h0, l0, h1, l1, x0, x1, c0, c1, c2, c3)
     return c0, c1, c2, c3
-
-
-@triton.jit
-def joined(words, W: tl.constexpr):
-    """W words [32] as [32, W]."""
-    if W == 4:
-        x = tl.reshape(tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3])), (32, 4))
-    else:
-        x = tl.join(words[0], words[1])
-    return x
 
 
 @triton.jit
@@ -245,9 +239,8 @@ def codes_of(x):
 def dot_rows(first, second, first_digits, second_digits):
     """The twin of two `mma_rows` for one of the digits: columns 2 j, and 2 j + 1, of the result."""
     # [8 heads, 8 rows]
-    W: tl.constexpr = first.shape[1]
-    acc = tl.sum(codes_of(first)[None, :, :] * codes_of(joined(first_digits, W))[:, None, :], 2)
-    acc += tl.sum(codes_of(second)[None, :, :] * codes_of(joined(second_digits, W))[:, None, :], 2)
+    acc = tl.sum(codes_of(first)[None, :, :] * codes_of(first_digits)[:, None, :], 2)
+    acc += tl.sum(codes_of(second)[None, :, :] * codes_of(second_digits)[:, None, :], 2)
     return tl.split(tl.reshape(acc, (32, 2)))
 
 
@@ -258,8 +251,8 @@ def project(first, second, query, ASM: tl.constexpr):
     Args:
         first: [32, W] int32, the rows' first halves as int8: lane 4 g + j has 4 W elements from 4 W j on of row g.
         second: the same of the second halves.
-        query: four tuples of W [32] int32: high digits of the queries' first halves, low ones; of the second halves,
-            high and low. Lane 4 g + j has as many of head g.
+        query: four of [32, W] int32: high digits of the queries' first halves, low ones; of the second halves, high
+            and low. Lane 4 g + j has as many of head g.
         ASM: whether it is compiled.
 
     Returns:

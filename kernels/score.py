@@ -217,7 +217,7 @@ def score(
         torch.empty((B, Hq), dtype=torch.float32, device=q.device),
     )
     fast = not exact and score_hopper.fits(q, records, fmt)
-    chunks = score_hopper.num_chunks(N, fmt.rank) if fast else triton.cdiv(N, CHUNK)
+    chunks = score_hopper.num_chunks(N) if fast else triton.cdiv(N, CHUNK)
     partial = torch.empty((B, Hq, chunks), dtype=torch.float32, device=q.device)
     if fast:
         score_hopper.score_hopper(
@@ -235,7 +235,7 @@ def score(
     else:
         _general(q, records, block_table, seq_lens, fmt, scale, window_pages, config, log_mass, partial)
     total_kernel[(Hq, B)](
-        partial, total, *partial.stride()[:2], total.stride(0), chunks, BLOCK_C=2048, num_warps=4
+        partial, total, *partial.stride()[:2], total.stride(0), chunks, BLOCK_C=1024, num_warps=4
     )
     return log_mass, total
 

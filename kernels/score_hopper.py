@@ -37,14 +37,14 @@ from .hopper_asm import (
     quad_sum,
     sum_tokens,
 )
-from .query_hopper import load_query
+from .records import hadamard
+
+# A chunk of a row has one log-sum-exp: 8 pages, and more where that would make more chunks than these.
+MAX_CHUNKS = 1024
 
 # By rank: registers of a program (a warp), and programs a multiprocessor that they leave room for.
-REGISTERS = {4: 96, 8: 128}
-PROGRAMS = {4: 21, 8: 16}
-# A chunk of a row has one log-sum-exp: 8 pages, and more where that would make more chunks than these, twice the
-# programs that an H200's 132 multiprocessors run at once for each of four heads.
-MOST_CHUNKS = {rank: 2 * 132 * programs // 4 for rank, programs in PROGRAMS.items()}
+REGISTERS = {4: 128, 8: 128}
+PROGRAMS = {4: 16, 8: 16}
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = 1.4426950408889634
@@ -52,6 +52,51 @@ LOG2E = 1.4426950408889634
 UNIT = tl.constexpr(2.0**-8)
 # The high nibble of each byte of a word.
 NIBBLES = tl.constexpr(-0x0F0F0F10)
+
+
+@triton.jit
+def quantise_kernel(
+    q_ptr,
+    digits_ptr,
+    numbers_ptr,
+    stride_q_b,
+    stride_q_h,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Two int8 digits of up to 8 queries of a group, rotated.
+
+    Of both halves of D there are 16 rows, 8 of high digits and 8 of low ones; the numbers are the value of one unit
+    and |scale q|^2, scale in log2.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    H: tl.constexpr = D // 2
+    off_g = tl.arange(0, 8)
+    d = tl.arange(0, H)
+    # Rows of absent heads repeat the last one; their results are not stored.
+    q_head = head * G + tl.minimum(tile * 8 + off_g, G - 1)
+    at = q_ptr + row * stride_q_b + q_head[:, None] * stride_q_h + d[None, :]
+    a = tl.load(at).to(tl.float32) * scale
+    b = tl.load(at + H).to(tl.float32) * scale
+    norm = tl.sum(a * a + b * b, 1)
+    # `locks.format.rotate`, whose blocks are 16 elements of each half.
+    first = hadamard(a + b, 1, 16) * 32**-0.5
+    second = hadamard(a - b, 1, 16) * 32**-0.5
+    unit = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
+    unit = tl.maximum(unit, 1e-30) * (1.0 / 16256.0)
+    item = (row * tl.num_programs(1) + head) * tl.num_programs(0) + tile
+    at = digits_ptr + item * (32 * H) + off_g[:, None] * H + d[None, :]
+    for half in tl.static_range(2):
+        x = first if half == 0 else second
+        x = tl.floor(x * (1.0 / unit)[:, None] + 0.5).to(tl.int32)
+        high = (x + 64) >> 7
+        tl.store(at + half * (16 * H), high.to(tl.int8))
+        tl.store(at + half * (16 * H) + 8 * H, (x - high * 128).to(tl.int8))
+    tl.store(numbers_ptr + item * 16 + off_g, unit)
+    tl.store(numbers_ptr + item * 16 + 8 + off_g, norm)
 
 
 @triton.jit
@@ -252,23 +297,15 @@ def accumulate(x, y, best, mass, ASM: tl.constexpr):
     return new, mass
 
 
-@triton.jit
-def following(chunk, step, steps, programs):
-    """The step after `step` of a chunk, which may be the first of this program's next chunk."""
-    last = step + 1 == steps
-    return tl.where(last, chunk + programs, chunk), tl.where(last, 0, step + 1)
-
-
 @triton.jit(do_not_specialize=["zero", "window_pages"])
 def score_hopper_kernel(
-    q_ptr,
+    digits_ptr,
+    numbers_ptr,
     rec_ptr,
     block_table_ptr,
     seq_lens_ptr,
     log_mass_ptr,
     partial_ptr,
-    stride_q_b,
-    stride_q_h,
     stride_r_b,
     stride_r_h,
     stride_r_p,
@@ -277,7 +314,6 @@ def score_hopper_kernel(
     stride_m_h,
     stride_p_b,
     stride_p_h,
-    scale,
     max_pages,
     max_chunks,
     window_pages,
@@ -288,7 +324,6 @@ def score_hopper_kernel(
     COEF_BITS: tl.constexpr,
     VECTORS_AT: tl.constexpr,
     PER_BLOCK: tl.constexpr,
-    MOST_CHUNKS: tl.constexpr,
     FILL: tl.constexpr,
     WHOLE: tl.constexpr,
     ASM: tl.constexpr,
@@ -302,11 +337,18 @@ def score_hopper_kernel(
     newest = (length + 15) // 16 - 1
     limit = newest + 1 - window_pages
     last_block = (newest - 1) // PER_BLOCK
-    # A chunk is so many steps of 8 pages that there are at most MOST_CHUNKS: a matter of the row's own length alone.
-    steps = tl.maximum((newest + 8 * MOST_CHUNKS - 1) // (8 * MOST_CHUNKS), 1)
+    # A chunk is 8 pages, and more where that would make over 1024 of them: a matter of the row's own length alone.
+    log_steps = 0
+    for bound in tl.static_range(13, 24):
+        log_steps += (newest > (1 << bound)).to(tl.int32)
+    steps = 1 << log_steps
     chunks = (newest + 8 * steps - 1) // (8 * steps)
+    H: tl.constexpr = D // 2
+    W: tl.constexpr = D // 32
+    TILES: tl.constexpr = (G + 7) // 8
     # One load a block where blocks of a power of two of pages meet every step alike.
     EACH: tl.constexpr = tl.constexpr(1 if PER_BLOCK & (PER_BLOCK - 1) != 0 else min(PER_BLOCK, 8))
+    item = (row * tl.num_programs(1) + head) * TILES
     # Opaque to the compiler, which would otherwise give a lane several neighbours' loads.
     lane = tl.arange(0, 32) ^ zero
     g = lane // 4
@@ -317,7 +359,20 @@ def score_hopper_kernel(
     partial_ptr += row * stride_p_b + head * G * stride_p_h
     if pid < chunks:
         for first in range(0, G, 8):
+            # [32, W]
+            digits = (digits_ptr + (item + first // 8) * (32 * H)).to(tl.pointer_type(tl.int32))
+            digits += (lane * W)[:, None] + tl.arange(0, W)
+            first_high, first_low = tl.load(digits), tl.load(digits + 2 * H)
+            second_high, second_low = tl.load(digits + 4 * H), tl.load(digits + 6 * H)
+            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + g)
+            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + g)
+            # An infinite variance stays infinite whatever the query is.
+            norm = tl.maximum(norm, 1e-30) * (0.5 * LN2)
             rounds = (chunks - pid + programs - 1) // programs * steps
+            best = tl.full((32,), -float("inf"), tl.float32)
+            mass = tl.zeros((32,), tl.float32)
+            query = (first_high, first_low, second_high, second_low)
+            step = unit * (0.0625 * UNIT)
             n = pid * 8 * steps
             places = load_places(block_table_ptr, n, last_block, lane, EACH, PER_BLOCK)
             pairs = ()
@@ -340,24 +395,11 @@ def score_hopper_kernel(
                     ),
                 )
             means = load_means(rec_ptr, places, n, lane, stride_r_b, stride_r_p, R, D, VECTORS_AT, PER_BLOCK)
-            # Lanes of absent heads repeat the last one; their results are not stored.
-            q_head = head * G + tl.minimum(first + g, G - 1)
-            query, unit, norm = load_query(
-                q_ptr + row * stride_q_b + q_head * stride_q_h + j * (D // 8), scale, D, ASM
-            )
-            step = unit * (0.0625 * UNIT)
-            # An infinite variance stays infinite whatever the query is.
-            norm = tl.maximum(norm, 1e-30) * (0.5 * LN2)
-            best = tl.full((32,), -float("inf"), tl.float32)
-            mass = tl.zeros((32,), tl.float32)
-            chunk = pid
-            # Where the step after the next is: its chunk, and its number in it.
-            after_chunk, after = following(pid, 0, steps, programs)
-            next_n = (after_chunk * steps + after) * 8
+            next_n = ((pid + (1 >> log_steps) * programs) * steps + (1 & (steps - 1))) * 8
             places = load_places(block_table_ptr, next_n, last_block, lane, EACH, PER_BLOCK)
             # What a step has used is loaded for the next one at once, into the same registers; block numbers are
             # loaded another step ahead.
-            for _ in tl.range(0, rounds, num_stages=1):
+            for i in tl.range(0, rounds, num_stages=1):
                 center_0, center_1 = project(means[0], means[1], query, ASM)
                 mean_scale_0, variance_0 = bf16_pair(means[2])
                 mean_scale_1, variance_1 = bf16_pair(means[3])
@@ -397,12 +439,11 @@ def score_hopper_kernel(
                 pairs = next_pairs
                 log_mass_0 = top_0 * (1.0 / UNIT) + (log2(sums[0], ASM) + center_0)
                 log_mass_1 = top_1 * (1.0 / UNIT) + (log2(sums[2], ASM) + center_1)
-                page = n + 2 * j
-                n = next_n
-                after_chunk, after = following(after_chunk, after, steps, programs)
-                next_n = (after_chunk * steps + after) * 8
+                after = i + 2
+                next_n = ((pid + (after >> log_steps) * programs) * steps + (after & (steps - 1))) * 8
                 places = load_places(block_table_ptr, next_n, last_block, lane, EACH, PER_BLOCK)
 
+                page = ((pid + (i >> log_steps) * programs) * steps + (i & (steps - 1))) * 8 + 2 * j
                 log_mass_0 = tl.where(page < newest, log_mass_0, -float("inf"))
                 log_mass_1 = tl.where(page + 1 < newest, log_mass_1, -float("inf"))
                 at = log_mass_ptr + (first + g)[:, None] * stride_m_h + page[:, None] + tl.arange(0, 2)
@@ -415,13 +456,13 @@ def score_hopper_kernel(
                     mass,
                     ASM,
                 )
-                if n >= (chunk + 1) * steps * 8:
+                if (i & (steps - 1)) == steps - 1:
                     top = quad_max(best, ASM)
                     total = quad_sum(mass * exp2(best - tl.maximum(top, -1e30), ASM), ASM)
                     total = tl.where(total > 0.0, top + log2(total, ASM), -float("inf")) * LN2
+                    chunk = pid + (i >> log_steps) * programs
                     to_partial = partial_ptr + (first + g) * stride_p_h + chunk
                     tl.store(to_partial, total, mask=(first + g < G) & (j == 0))
-                    chunk += programs
                     best = tl.full((32,), -float("inf"), tl.float32)
                     mass = tl.zeros((32,), tl.float32)
     # What lies behind the scored pages.
@@ -438,16 +479,16 @@ def score_hopper_kernel(
             tl.store(at, tl.full((FILL,), -float("inf"), tl.float32), mask=start + page < max_pages)
 
 
-def num_chunks(pages: int, rank: int) -> int:
+def num_chunks(pages: int) -> int:
     """Most chunks of a row of so many pages."""
-    return min(MOST_CHUNKS[rank], -(-pages // 8))
+    return min(MAX_CHUNKS, -(-pages // 8))
 
 
 @functools.cache
 def programs_that_fit(device: torch.device, rank: int) -> int:
     """Programs that run at once."""
     if device.type == "cpu":
-        return 2
+        return 4
     return PROGRAMS[rank] * torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -464,7 +505,7 @@ def score_hopper(
     partial: Tensor,
     whole: bool = True,
 ) -> None:
-    """Writes log_mass [B, Hq, N] and each chunk's log-sum-exp [B, Hq, `num_chunks(N, R)`].
+    """Writes log_mass [B, Hq, N] and each chunk's log-sum-exp [B, Hq, `num_chunks(N)`].
 
     Unless `whole`, log_mass of pages that are not scored is left as it is.
     """
@@ -474,32 +515,36 @@ def score_hopper(
     # Not where Triton's interpreter runs it.
     compiled = isinstance(score_hopper_kernel, triton.JITFunction)
     programs = max(1, min(partial.shape[2], programs_that_fit(q.device, fmt.rank) // (Hkv * B)))
+    group, tiles = Hq // Hkv, triton.cdiv(Hq // Hkv, 8)
+    digits = torch.empty((B, Hkv, tiles, 2, 16, D // 2), dtype=torch.int8, device=q.device)
+    numbers = torch.empty((B, Hkv, tiles, 2, 8), dtype=torch.float32, device=q.device)
+    quantise_kernel[(tiles, Hkv, B)](
+        q, digits, numbers, *q.stride()[:2], scale * LOG2E, G=group, D=D, num_warps=1
+    )
     score_hopper_kernel[(programs, Hkv, B)](
-        q,
+        digits,
+        numbers,
         records.view(torch.int8),
         block_table,
         seq_lens,
         log_mass,
         partial,
-        *q.stride()[:2],
         records.stride(0) // 16,
         records.stride(1),
         records.stride(2) // 16,
         block_table.stride(0),
         *log_mass.stride()[:2],
         *partial.stride()[:2],
-        scale * LOG2E,
         log_mass.shape[2],
         partial.shape[2],
         window_pages,
         0,
         R=fmt.rank,
         D=D,
-        G=Hq // Hkv,
+        G=group,
         COEF_BITS=fmt.coef_bits,
         VECTORS_AT=at.vector_scales,
         PER_BLOCK=per_block,
-        MOST_CHUNKS=MOST_CHUNKS[fmt.rank],
         FILL=256,
         WHOLE=whole,
         ASM=compiled,
@@ -526,10 +571,6 @@ def fits(q: Tensor, records: Tensor, fmt) -> bool:
     return (
         q.dtype in (torch.float16, torch.bfloat16)
         and shape_fits(fmt, q.shape[2], q.shape[1] // records.shape[1])
-        # The query is read as words of 32 bits.
-        and q.stride(0) % 2 == 0
-        and q.stride(1) % 2 == 0
-        and q.data_ptr() % 4 == 0
         and records.stride(0) % 16 == 0
         and records.stride(2) % 16 == 0
         # Where a record starts is kept as 32 bits of units of 16 bytes.

@@ -29,7 +29,7 @@ KERNELS = {
 }
 
 
-FAST = {"score_hopper_kernel"}
+FAST = {"score_hopper_kernel", "quantise_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_every_stage_compiles_for_hopper(
         assert one["shared_bytes"] <= 100 * 1024, one
         assert one["stack_bytes"] == 0 or one["name"] in may_spill, one
         if one["name"] == "score_hopper_kernel":
-            # 21 programs of one warp a multiprocessor.
-            assert one["registers"] <= 96, one
+            # 16 programs of one warp a multiprocessor.
+            assert one["registers"] <= 128, one
             assert one["stack_bytes"] <= 64, one
             # Every tensor is a register of its lane: nothing goes from lane to lane through memory.
             assert one["shared_bytes"] == 0, one

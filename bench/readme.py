@@ -117,7 +117,7 @@ def attention() -> str:
         )
     header = ["shape", "rank", "layout", "dense", "score", "select", "attend", "step", "dense / step"]
     machine = result["rows"][0]
-    commits = " and ".join(sorted({row["commit"][:7] for row in result["rows"]}))
+    commits = ", ".join(sorted({row["commit"][:7] for row in result["rows"]}))
     note = (
         f"µs of device time a layer, median of graph replays, budget 2,048 tokens; {machine['GPU']}, reads at "
         f"{result['read_gb_per_s'] / 1000:.2f} TB/s; torch {machine['torch']}, triton {machine['triton']}, commit "

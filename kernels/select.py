@@ -374,6 +374,29 @@ def tiles_kernel(
         tl.store(ids_ptr + M - window_pages + off_m, last + off_m, mask=newest)
 
 
+@triton.jit
+def every_kernel(
+    seq_lens_ptr,
+    ids_ptr,
+    counts_ptr,
+    stride_i_b,
+    stride_i_h,
+    stride_c_b,
+    max_pages,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """All pages of one row, which are at most M, for one KV head."""
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
+    pages = (tl.minimum(tl.load(seq_lens_ptr + row), max_pages * P) + P - 1) // P
+    tl.store(counts_ptr + row * stride_c_b + head, pages)
+    off_m = tl.arange(0, BLOCK_M)
+    at = ids_ptr + row * stride_i_b + head * stride_i_h + off_m
+    tl.store(at, tl.where(off_m < pages, off_m, -1), mask=off_m < M)
+
+
 class Plan(NamedTuple):
     """How a table of N pages is read for M: pages a group (0: no groups) and the blocks.
 
@@ -435,6 +458,28 @@ def workspace(B: int, Hkv: int, N: int, M: int, device: torch.device | str) -> W
     return Workspace(
         *(torch.empty((B, Hkv, width), dtype=torch.int32, device=device) for width in widths(N, M))
     )
+
+
+def every_page(
+    seq_lens: Tensor, num_kv_heads: int, *, room: int, page: int, pages: int
+) -> tuple[Tensor, Tensor]:
+    """Returns what `select` does where a table has room for at most M = `pages` pages: nothing need be scored."""
+    B = seq_lens.shape[0]
+    ids = torch.empty((B, num_kv_heads, pages), dtype=torch.int32, device=seq_lens.device)
+    counts = torch.empty((B, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
+    every_kernel[(num_kv_heads, B)](
+        seq_lens,
+        ids,
+        counts,
+        *ids.stride()[:2],
+        counts.stride(0),
+        room,
+        P=page,
+        M=pages,
+        BLOCK_M=triton.next_power_of_2(pages),
+        num_warps=1,
+    )
+    return ids, counts
 
 
 def share(log_mass: Tensor, total: Tensor, num_kv_heads: int, *, out: Tensor | None = None) -> Tensor:

@@ -498,6 +498,23 @@ def decode(
     dims["block / P"] = dims["block"] // fmt.page
     _records(records, fmt, dims, q.device)
     wanted = _coverage(coverage, coverage_certified, budget, fmt)
+    checks.scale(scale)
+    checks.window(window_pages)
+    work, heads = _load(resolve_impl(impl, q.device, q.dtype)), k_cache.shape[1]
+    some = q.shape[0] > 0 and block_table.shape[1] > 0
+    chosen = {"page": fmt.page, "budget": budget, "window_pages": window_pages}
+    room = block_table.shape[1] * dims["block / P"]
+    plain = wanted is None and some
+    # No row can be longer than the budget: there is nothing to choose.
+    if plain and not certificate and not debug and room <= budget_pages(budget, fmt.page, window_pages):
+        with _on(q.device):
+            pages = work.every_page(seq_lens, heads, room=room, **chosen)
+        return Decoded(
+            *sparse_attention(
+                q, k_cache, v_cache, block_table, seq_lens, pages, page=fmt.page, scale=scale, impl=impl
+            ),
+            pages,
+        )
     mass = page_mass(
         q,
         records,
@@ -512,10 +529,7 @@ def decode(
         debug=debug,
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    work, heads = _load(resolve_impl(impl, q.device, q.dtype)), k_cache.shape[1]
-    some = q.shape[0] > 0 and block_table.shape[1] > 0
-    chosen = {"page": fmt.page, "budget": budget, "window_pages": window_pages}
-    if wanted is None and some:
+    if plain:
         with _on(q.device):
             pages = work.select_from_mass(mass, seq_lens, heads, **chosen)
     else:

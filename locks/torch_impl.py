@@ -179,6 +179,14 @@ def select_from_mass(
     return select_pages(share, seq_lens, page=page, budget=budget, window_pages=window_pages)
 
 
+def every_page(
+    seq_lens: Tensor, num_kv_heads: int, *, room: int, page: int, budget: int, window_pages: int
+) -> PageList:
+    """All pages of rows whose table has room for no more than the budget's."""
+    share = seq_lens.new_zeros((seq_lens.shape[0], num_kv_heads, room), dtype=torch.float32)
+    return select_pages(share, seq_lens, page=page, budget=budget, window_pages=window_pages)
+
+
 def sparse_attention(
     q: Tensor,
     k_cache: Tensor,

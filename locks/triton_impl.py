@@ -98,6 +98,14 @@ def select_from_mass(
     )
 
 
+def every_page(
+    seq_lens: Tensor, num_kv_heads: int, *, room: int, page: int, budget: int, window_pages: int
+) -> PageList:
+    """All pages of rows whose table has room for no more than the budget's."""
+    pages = budget_pages(budget, page, window_pages)
+    return PageList(*select_op.every_page(seq_lens, num_kv_heads, room=room, page=page, pages=pages))
+
+
 def sparse_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -120,6 +120,7 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
         select.select_from_mass(log_mass, total, lengths, heads, page=page, pages=16, window_pages=2)
         wide = torch.zeros(2, heads * group, 65536)
         select.select_from_mass(wide, total, lengths, heads, page=page, pages=128, window_pages=2)
+        select.every_page(lengths, heads, room=64, page=page, pages=128)
         # A row longer than one program takes at once, with few groups to read and with many.
         long = torch.zeros(2, heads, 65536)
         select.select(long, lengths, page=page, pages=128, window_pages=2)

@@ -100,6 +100,25 @@ def test_a_step_is_the_references_for_every_dtype(group, D, dtype, page):
 
 
 @by_impl
+@pytest.mark.parametrize("window_pages", [1, 2])
+def test_a_table_that_the_budget_covers_takes_every_page_and_no_record(impl, window_pages):
+    cache = paged_cache([80, 33, 16, 1, 0], heads=2)
+    assert cache.block_table.shape[1] * cache.k.shape[2] <= 96
+    q = normal(5, 6, 64, seed=1)
+    # Full of nan: a record that were read would show.
+    records = records_of(cache, DEFAULT).fill_(0xFF)
+    args = (q, cache.k, cache.v, records, *cache.keys_args[1:], DEFAULT)
+    got = decode(*args, budget=96, window_pages=window_pages, impl=impl)
+    whole = decode(*args, budget=96, window_pages=window_pages, impl=impl, debug=True)
+    assert got.pages.counts.tolist() == [[5, 5], [3, 3], [1, 1], [1, 1], [0, 0]]
+    assert all(map(torch.equal, got.pages, whole.pages))
+    assert torch.equal(got.out, whole.out)
+    assert torch.equal(got.lse, whole.lse)
+    with pytest.raises(ValueError, match="budget: expected"):
+        decode(*args, budget=32, window_pages=window_pages, impl=impl)
+
+
+@by_impl
 def test_a_step_is_its_stages_one_after_the_other(impl):
     cache = paged_cache([200, 90], heads=2)
     q, records = normal(2, 6, 64, seed=1), records_of(cache, DEFAULT)

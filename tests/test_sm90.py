@@ -20,6 +20,7 @@ KERNELS = {
     "share_kernel",
     "select_kernel",
     "keys_kernel",
+    "every_kernel",
     "tiles_kernel",
     "attend_kernel",
     "merge_kernel",

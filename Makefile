@@ -50,6 +50,7 @@ analysis: $(ANALYSIS) ## rank, blindness and selection on a real model, at a red
 .PHONY: bench
 bench: $(DEV) ## on a GPU machine: every stage's device time, to bench/results/h200/attention.json
 	PYTHONPATH=. $(BIN)/python bench/attention.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python bench/figures.py
 
 .PHONY: proofs
 proofs: ## compile and check the Coq proofs (installs Coq by apt where it is missing and may be)

@@ -88,7 +88,7 @@ def attention() -> str:
     shapes: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
     dense: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in result["rows"]:
-        key = (row["model"], row["T"], row["B"])
+        key = (row["model"], row["T"], row["B"], row.get("lengths", "equal"))
         if row["op"] == "dense":
             dense[key] = min(dense.get(key, row), row, key=lambda one: one["p50_us"])
         elif row["R"] is not None:
@@ -106,7 +106,8 @@ def attention() -> str:
         ]
         rows.append(
             [
-                f"{key[0]}, {key[1] // 1024}K, batch {key[2]}",
+                f"{key[0]}, {key[1] // 1024}K, batch {key[2]}"
+                + ("" if key[3] == "equal" else f" ({key[3]})"),
                 str(rank),
                 layout.split(",")[0],
                 f"{fastest['p50_us']:.0f} ({fastest['impl']})",

@@ -4,12 +4,14 @@ One program attends to PAGES pages of one (row, KV head) for all query heads of 
 partial output with its lse; `merge` adds the partials in page order, so the sum's order is fixed.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import KernelConfig
+from .config import KernelConfig, device_name, tuned
 
 
 @triton.jit
@@ -43,6 +45,7 @@ def attend_kernel(
     scale,
     room,
     block_size,
+    q_len,
     P: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -78,8 +81,8 @@ def attend_kernel(
         page = tl.load(ids_ptr + row * stride_i_b + head * stride_i_h + slot, mask=slot < count, other=-1)
         token = page * P + off_t % P
         mask_t = (page >= 0) & (token < length)
-        block = tl.load(block_table_ptr + row * stride_t_b + token // block_size, mask=mask_t, other=0)
-        block = block.to(tl.int64)
+        block_table_ptr += row // q_len * stride_t_b
+        block = tl.load(block_table_ptr + token // block_size, mask=mask_t, other=0).to(tl.int64)
         place = (token % block_size).to(tl.int64)
         mask = mask_t[:, None] & (off_d < D)[None, :]
         at = block * stride_k_b + head * stride_k_h + place * stride_k_t
@@ -160,10 +163,44 @@ def merge_kernel(
     tl.store(out_lse_ptr + row * stride_e_b + head + tl.arange(0, 1), lse)
 
 
-def default_config(page: int, head_dim: int) -> KernelConfig:
-    """128 tokens a split (64 at D > 128, where K and V would not fit registers); block_n counts pages."""
+def default_config(page: int, head_dim: int, device: torch.device | str = "cpu") -> KernelConfig:
+    """What was the fastest on the device; else 128 tokens a split (64 at D > 128, where K and V fit no registers).
+
+    block_n counts pages.
+    """
+    found = tuned(device_name(torch.device(device)), "attend", page=page, head_dim=head_dim)
+    if found is not None:
+        return found
     tokens = 128 if head_dim <= 128 else 64
     return KernelConfig(block_n=max(1, tokens // page), num_warps=4 if head_dim <= 128 else 8)
+
+
+class Workspace(NamedTuple):
+    """What the splits leave for `merge_kernel`, float32; its contents before a call do not matter."""
+
+    # [B, Hq, splits, Dv]
+    part: Tensor
+    # [B, Hq, splits]
+    lse: Tensor
+
+
+def workspace(
+    B: int,
+    Hq: int,
+    M: int,
+    page: int,
+    head_dim: int,
+    value_dim: int,
+    device: torch.device | str,
+    config: KernelConfig | None = None,
+) -> Workspace:
+    """Buffers for lists of M pages: one set is enough for all layers."""
+    config = config or default_config(page, max(head_dim, value_dim), device)
+    shape = (B, Hq, triton.cdiv(M, config.block_n))
+    return Workspace(
+        torch.empty((*shape, value_dim), dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
 
 
 def attend(
@@ -179,15 +216,26 @@ def attend(
     scale: float,
     config: KernelConfig | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    work: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [B, Hq, Dv] in q's dtype and lse [B, Hq] float32; arguments as in `locks.api.sparse_attention`."""
+    """Returns out [B, Hq, Dv] in q's dtype and lse [B, Hq] float32; arguments as in `locks.api.sparse_attention`.
+
+    block_table may have B / q_len rows: q_len rows, one behind the other, then share one of them. With `out` and `work`
+    (see `workspace`) nothing is allocated.
+
+    Raises:
+        ValueError: a buffer of `work` that is too small.
+    """
     B, Hq, D = q.shape
     Hkv, block_size, DV = v_cache.shape[1:]
     M = page_ids.shape[2]
-    config = config or default_config(page, max(D, DV))
+    config = config or default_config(page, max(D, DV), q.device)
     splits = triton.cdiv(M, config.block_n)
-    part = torch.empty((B, Hq, splits, DV), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((B, Hq, splits), dtype=torch.float32, device=q.device)
+    if work is None:
+        work = workspace(B, Hq, M, page, D, DV, q.device, config)
+    part, part_lse = work
+    if part.shape[0] < B or part.shape[1:] != (Hq, splits, DV):
+        raise ValueError(f"work.part: expected at least {[B, Hq, splits, DV]}, got {list(part.shape)}")
     result, lse = out or (
         torch.empty((B, Hq, DV), dtype=q.dtype, device=q.device),
         torch.empty((B, Hq), dtype=torch.float32, device=q.device),
@@ -214,6 +262,7 @@ def attend(
         scale,
         block_table.shape[1] * block_size,
         block_size,
+        B // block_table.shape[0],
         P=page,
         G=Hq // Hkv,
         D=D,

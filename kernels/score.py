@@ -8,6 +8,8 @@ chunks are cut by page number alone, and their partial totals are added in page 
 depend on the batch around it or on the width of the table.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,8 @@ from torch import Tensor
 from locks.format import mixed
 
 from . import score_hopper
-from .config import KernelConfig
+from .config import KernelConfig, device_name, tuned
+from .quantise import query_buffers
 from .records import load_query, page_bases, page_logits
 
 # Pages a program scores: fixed, because the cut decides the order of the total's additions.
@@ -52,6 +55,7 @@ def score_kernel(
     max_pages,
     window_pages,
     per_block,
+    q_len,
     P: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -91,7 +95,7 @@ def score_kernel(
         log_mass = tl.full((BLOCK_G, BLOCK_N), -float("inf"), tl.float32)
         if n < newest:
             base = page_bases(
-                block_table_ptr, row, off_n, live, stride_t_b, stride_r_b, stride_r_p, per_block
+                block_table_ptr, row // q_len, off_n, live, stride_t_b, stride_r_b, stride_r_p, per_block
             )
             first, second, variance = page_logits(
                 q_first,
@@ -177,6 +181,27 @@ def record_constants(fmt, head_dim: int) -> dict[str, int]:
     }
 
 
+class Workspace(NamedTuple):
+    """What the kernels hand on; its contents before a call do not matter."""
+
+    # [B, Hq, chunks] float32
+    partial: Tensor
+    # `quantise.query_buffers`, None for the general path
+    digits: Tensor | None
+    numbers: Tensor | None
+
+
+def workspace(q: Tensor, records: Tensor, pages: int, fmt, *, exact: bool = True) -> Workspace:
+    """Buffers for queries and records like these and tables of so many pages: one set is enough for all layers."""
+    B, Hq, D = q.shape
+    fast = not exact and score_hopper.fits(q, records, fmt)
+    chunks = score_hopper.num_chunks(pages) if fast else triton.cdiv(pages, CHUNK)
+    partial = torch.empty((B, Hq, chunks), dtype=torch.float32, device=q.device)
+    if not fast:
+        return Workspace(partial, None, None)
+    return Workspace(partial, *query_buffers(B, Hq, records.shape[1], D, q.device))
+
+
 def score(
     q: Tensor,
     records: Tensor,
@@ -190,13 +215,14 @@ def score(
     whole: bool = True,
     config: KernelConfig | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    work: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log_mass [B, Hq, N] and total [B, Hq], float32; arguments as in `locks.api.page_mass`, already checked.
 
     Args:
         q: [B, Hq, D].
         records: [num_blocks, Hkv, block / P, record bytes] uint8.
-        block_table: [B, max_blocks] int32.
+        block_table: [B / q_len, max_blocks] int32: q_len rows, one behind the other, share one of its rows.
         seq_lens: [B] int32.
         fmt: SummaryFormat of the records.
         scale: of the logits.
@@ -205,21 +231,17 @@ def score(
         whole: write -inf for pages that are not scored; else they may keep any value.
         config: launch shape; None for the default.
         out: log_mass and total to write into.
+        work: `workspace` of these arguments; with it and `out` nothing is allocated.
     """
     B, Hq, D = q.shape
     Hkv, per_block = records.shape[1], records.shape[2]
     G, N = Hq // Hkv, block_table.shape[1] * per_block
-    config = config or default_config(fmt.page, G, D)
-    if config.block_n > CHUNK:
-        raise ValueError(f"config: block_n: expected at most {CHUNK} pages, got {config.block_n}")
     log_mass, total = out or (
         torch.empty((B, Hq, N), dtype=torch.float32, device=q.device),
         torch.empty((B, Hq), dtype=torch.float32, device=q.device),
     )
-    fast = not exact and score_hopper.fits(q, records, fmt)
-    chunks = score_hopper.num_chunks(N) if fast else triton.cdiv(N, CHUNK)
-    partial = torch.empty((B, Hq, chunks), dtype=torch.float32, device=q.device)
-    if fast:
+    partial, digits, numbers = work or workspace(q, records, N, fmt, exact=exact)
+    if digits is not None and numbers is not None:
         score_hopper.score_hopper(
             q,
             records,
@@ -230,12 +252,19 @@ def score(
             window_pages=window_pages,
             log_mass=log_mass,
             partial=partial,
+            digits=digits,
+            numbers=numbers,
             whole=whole,
+            config=config,
         )
     else:
+        shape = {"page": fmt.page, "rank": fmt.rank, "group": G, "head_dim": D}
+        config = config or tuned(device_name(q.device), "score", **shape) or default_config(fmt.page, G, D)
+        if config.block_n > CHUNK:
+            raise ValueError(f"config: block_n: expected at most {CHUNK} pages, got {config.block_n}")
         _general(q, records, block_table, seq_lens, fmt, scale, window_pages, config, log_mass, partial)
     total_kernel[(Hq, B)](
-        partial, total, *partial.stride()[:2], total.stride(0), chunks, BLOCK_C=1024, num_warps=4
+        partial, total, *partial.stride()[:2], total.stride(0), partial.shape[2], BLOCK_C=1024, num_warps=4
     )
     return log_mass, total
 
@@ -273,6 +302,7 @@ def _general(
         N,
         window_pages,
         per_block,
+        B // block_table.shape[0],
         **record_constants(fmt, D),
         G=G,
         CHUNK=CHUNK,

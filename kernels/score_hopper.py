@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .balance import row_of_slot
+from .config import KernelConfig, device_name, tuned
 from .hopper_asm import (
     bf16_pair,
     coefs,
@@ -37,7 +39,7 @@ from .hopper_asm import (
     quad_sum,
     sum_tokens,
 )
-from .records import hadamard
+from .quantise import quantise
 
 # A chunk of a row has one log-sum-exp: 8 pages, and more where that would make more chunks than these.
 MAX_CHUNKS = 1024
@@ -52,51 +54,6 @@ LOG2E = 1.4426950408889634
 UNIT = tl.constexpr(2.0**-8)
 # The high nibble of each byte of a word.
 NIBBLES = tl.constexpr(-0x0F0F0F10)
-
-
-@triton.jit
-def quantise_kernel(
-    q_ptr,
-    digits_ptr,
-    numbers_ptr,
-    stride_q_b,
-    stride_q_h,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Two int8 digits of up to 8 queries of a group, rotated.
-
-    Of both halves of D there are 16 rows, 8 of high digits and 8 of low ones; the numbers are the value of one unit
-    and |scale q|^2, scale in log2.
-    """
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
-    H: tl.constexpr = D // 2
-    off_g = tl.arange(0, 8)
-    d = tl.arange(0, H)
-    # Rows of absent heads repeat the last one; their results are not stored.
-    q_head = head * G + tl.minimum(tile * 8 + off_g, G - 1)
-    at = q_ptr + row * stride_q_b + q_head[:, None] * stride_q_h + d[None, :]
-    a = tl.load(at).to(tl.float32) * scale
-    b = tl.load(at + H).to(tl.float32) * scale
-    norm = tl.sum(a * a + b * b, 1)
-    # `locks.format.rotate`, whose blocks are 16 elements of each half.
-    first = hadamard(a + b, 1, 16) * 32**-0.5
-    second = hadamard(a - b, 1, 16) * 32**-0.5
-    unit = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
-    unit = tl.maximum(unit, 1e-30) * (1.0 / 16256.0)
-    item = (row * tl.num_programs(1) + head) * tl.num_programs(0) + tile
-    at = digits_ptr + item * (32 * H) + off_g[:, None] * H + d[None, :]
-    for half in tl.static_range(2):
-        x = first if half == 0 else second
-        x = tl.floor(x * (1.0 / unit)[:, None] + 0.5).to(tl.int32)
-        high = (x + 64) >> 7
-        tl.store(at + half * (16 * H), high.to(tl.int8))
-        tl.store(at + half * (16 * H) + 8 * H, (x - high * 128).to(tl.int8))
-    tl.store(numbers_ptr + item * 16 + off_g, unit)
-    tl.store(numbers_ptr + item * 16 + 8 + off_g, norm)
 
 
 @triton.jit
@@ -297,7 +254,20 @@ def accumulate(x, y, best, mass, ASM: tl.constexpr):
     return new, mass
 
 
-@triton.jit(do_not_specialize=["zero", "window_pages"])
+@triton.jit
+def scored_chunks(length, max_pages):
+    """The newest page of rows of `length` tokens, the binary logarithm of a chunk's steps of 8 pages, and chunks.
+
+    A chunk is 8 pages, and more where that would make over 1024 of them: a matter of the row's own length alone.
+    """
+    newest = (tl.minimum(length, max_pages * 16) + 15) // 16 - 1
+    log_steps = newest * 0
+    for bound in tl.static_range(13, 24):
+        log_steps += (newest > (1 << bound)).to(tl.int32)
+    return newest, log_steps, (newest + (8 << log_steps) - 1) >> (3 + log_steps)
+
+
+@triton.jit(do_not_specialize=["zero", "window_pages", "num_rows", "slots"])
 def score_hopper_kernel(
     digits_ptr,
     numbers_ptr,
@@ -318,6 +288,9 @@ def score_hopper_kernel(
     max_chunks,
     window_pages,
     zero,
+    num_rows,
+    slots,
+    q_len,
     R: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
@@ -326,23 +299,25 @@ def score_hopper_kernel(
     PER_BLOCK: tl.constexpr,
     FILL: tl.constexpr,
     WHOLE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """log_mass of chunks pid, pid + programs, ... of one (row, KV head), and each chunk's log-sum-exp."""
-    pid = tl.program_id(0)
-    programs = tl.num_programs(0)
     head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
-    length = tl.minimum(tl.load(seq_lens_ptr + row), max_pages * 16)
-    newest = (length + 15) // 16 - 1
+    if BLOCK_B > 1:
+        off_b = tl.arange(0, BLOCK_B)
+        lengths = tl.load(seq_lens_ptr + off_b, mask=off_b < num_rows, other=0)
+        _, _, work = scored_chunks(lengths, max_pages)
+        row, pid, programs = row_of_slot(work, tl.program_id(0), slots, num_rows)
+        if row >= num_rows:
+            return
+    else:
+        row, pid, programs = 0, tl.program_id(0), tl.num_programs(0)
+    newest, log_steps, chunks = scored_chunks(tl.load(seq_lens_ptr + row), max_pages)
+    row = tl.cast(row, tl.int64)
     limit = newest + 1 - window_pages
     last_block = (newest - 1) // PER_BLOCK
-    # A chunk is 8 pages, and more where that would make over 1024 of them: a matter of the row's own length alone.
-    log_steps = 0
-    for bound in tl.static_range(13, 24):
-        log_steps += (newest > (1 << bound)).to(tl.int32)
     steps = 1 << log_steps
-    chunks = (newest + 8 * steps - 1) // (8 * steps)
     H: tl.constexpr = D // 2
     W: tl.constexpr = D // 32
     TILES: tl.constexpr = (G + 7) // 8
@@ -354,7 +329,7 @@ def score_hopper_kernel(
     g = lane // 4
     j = lane % 4
     rec_ptr += head * stride_r_h
-    block_table_ptr += row * stride_t_b
+    block_table_ptr += row // q_len * stride_t_b
     log_mass_ptr += row * stride_m_b + head * G * stride_m_h
     partial_ptr += row * stride_p_b + head * G * stride_p_h
     if pid < chunks:
@@ -442,7 +417,6 @@ def score_hopper_kernel(
                 after = i + 2
                 next_n = ((pid + (after >> log_steps) * programs) * steps + (after & (steps - 1))) * 8
                 places = load_places(block_table_ptr, next_n, last_block, lane, EACH, PER_BLOCK)
-
                 page = ((pid + (i >> log_steps) * programs) * steps + (i & (steps - 1))) * 8 + 2 * j
                 log_mass_0 = tl.where(page < newest, log_mass_0, -float("inf"))
                 log_mass_1 = tl.where(page + 1 < newest, log_mass_1, -float("inf"))
@@ -484,12 +458,18 @@ def num_chunks(pages: int) -> int:
     return min(MAX_CHUNKS, -(-pages // 8))
 
 
+def default_config(rank: int, group: int, head_dim: int, device: torch.device) -> KernelConfig:
+    """Registers and programs a multiprocessor: what was the fastest on the device, else by rank alone."""
+    found = tuned(device_name(device), "score_hopper", rank=rank, group=group, head_dim=head_dim)
+    return found or KernelConfig(8, 1, registers=REGISTERS[rank], programs=PROGRAMS[rank])
+
+
 @functools.cache
-def programs_that_fit(device: torch.device, rank: int) -> int:
-    """Programs that run at once."""
+def programs_that_fit(device: torch.device, programs: int) -> int:
+    """Programs that run at once, of so many a multiprocessor."""
     if device.type == "cpu":
         return 4
-    return PROGRAMS[rank] * torch.cuda.get_device_properties(device).multi_processor_count
+    return programs * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def score_hopper(
@@ -503,25 +483,27 @@ def score_hopper(
     window_pages: int,
     log_mass: Tensor,
     partial: Tensor,
+    digits: Tensor,
+    numbers: Tensor,
     whole: bool = True,
+    config: KernelConfig | None = None,
 ) -> None:
     """Writes log_mass [B, Hq, N] and each chunk's log-sum-exp [B, Hq, `num_chunks(N)`].
 
-    Unless `whole`, log_mass of pages that are not scored is left as it is.
+    Unless `whole`, log_mass of pages that are not scored is left as it is. `digits` and `numbers` are buffers by
+    `quantise.query_buffers`.
     """
     B, Hq, D = q.shape
     Hkv, per_block = records.shape[1], records.shape[2]
     at = fmt.layout(D)
     # Not where Triton's interpreter runs it.
     compiled = isinstance(score_hopper_kernel, triton.JITFunction)
-    programs = max(1, min(partial.shape[2], programs_that_fit(q.device, fmt.rank) // (Hkv * B)))
-    group, tiles = Hq // Hkv, triton.cdiv(Hq // Hkv, 8)
-    digits = torch.empty((B, Hkv, tiles, 2, 16, D // 2), dtype=torch.int8, device=q.device)
-    numbers = torch.empty((B, Hkv, tiles, 2, 8), dtype=torch.float32, device=q.device)
-    quantise_kernel[(tiles, Hkv, B)](
-        q, digits, numbers, *q.stride()[:2], scale * LOG2E, G=group, D=D, num_warps=1
-    )
-    score_hopper_kernel[(programs, Hkv, B)](
+    config = config or default_config(fmt.rank, Hq // Hkv, D, q.device)
+    programs = PROGRAMS[fmt.rank] if config.programs is None else config.programs
+    slots = max(1, min(B * partial.shape[2], programs_that_fit(q.device, programs) // Hkv))
+    quantise(q, scale * LOG2E, digits, numbers)
+    # More rows than one share their programs out by length: one long row has as many as if it were alone.
+    score_hopper_kernel[(slots if B == 1 else slots + B, Hkv)](
         digits,
         numbers,
         records.view(torch.int8),
@@ -539,18 +521,22 @@ def score_hopper(
         partial.shape[2],
         window_pages,
         0,
+        B,
+        slots,
+        B // block_table.shape[0],
         R=fmt.rank,
         D=D,
-        G=group,
+        G=Hq // Hkv,
         COEF_BITS=fmt.coef_bits,
         VECTORS_AT=at.vector_scales,
         PER_BLOCK=per_block,
         FILL=256,
         WHOLE=whole,
+        BLOCK_B=triton.next_power_of_2(B),
         ASM=compiled,
         num_warps=1,
         num_stages=1,
-        **({"maxnreg": REGISTERS[fmt.rank]} if compiled else {}),
+        **({"maxnreg": config.registers} if compiled and config.registers is not None else {}),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from locks.format import SummaryFormat
 
 from .config import KernelConfig
-from .summarize import default_config, make_pages, record_constants
+from .summarize import launch_config, make_pages, record_constants
 
 
 @triton.jit(do_not_specialize=["new_tokens", "total"])
@@ -164,7 +164,7 @@ def seal(
     per_block = k_cache.shape[2] // fmt.page
     several = isinstance(new_tokens, Tensor)
     if config is None:
-        config = default_config(fmt.page, 1, head_dim=D, interpreted=not k_cache.is_cuda)
+        config = launch_config(fmt, 1, D, k_cache.device)
     seal_kernel[(block_table.shape[0], heads, pointers.shape[0])](
         pointers,
         k_cache,

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .balance import row_of_slot
 from .select_tiles import tiles_kernel
 
 # Most keys that one program keeps in registers at once: pages without groups, groups, pages of the chosen groups.
@@ -79,6 +80,13 @@ def share_kernel(
 
 
 @triton.jit
+def keyed_pages(length, max_pages, window_pages, P: tl.constexpr, M: tl.constexpr):
+    """Where a row's candidates end; 0 for one that fits its budget, which needs no key."""
+    pages = (tl.minimum(length, max_pages * P) + P - 1) // P
+    return tl.where(pages > M, pages - window_pages, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "slots"])
 def keys_kernel(
     source_ptr,
     total_ptr,
@@ -94,25 +102,35 @@ def keys_kernel(
     stride_m_h,
     max_pages,
     window_pages,
+    num_rows,
+    slots,
     P: tl.constexpr,
     M: tl.constexpr,
     G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
 ):
     """Keys of the pages, of log-masses or with a G of 0 of shares, and the largest of each GROUP, if that is not 0."""
     head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
-    pages = (tl.minimum(tl.load(seq_lens_ptr + row), max_pages * P) + P - 1) // P
-    # A row that fits its budget needs no key.
-    last = tl.where(pages > M, pages - window_pages, 0)
+    if BLOCK_B > 1:
+        off_b = tl.arange(0, BLOCK_B)
+        lengths = tl.load(seq_lens_ptr + off_b, mask=off_b < num_rows, other=0)
+        work = (keyed_pages(lengths, max_pages, window_pages, P, M) + BLOCK_N - 1) // BLOCK_N
+        row, pid, programs = row_of_slot(work, tl.program_id(0), slots, num_rows)
+        if row >= num_rows:
+            return
+    else:
+        row, pid, programs = 0, tl.program_id(0), tl.num_programs(0)
+    last = keyed_pages(tl.load(seq_lens_ptr + row), max_pages, window_pages, P, M)
+    row = tl.cast(row, tl.int64)
     # A multiple of 16, so that four pages have one mask and are loaded as one.
     limit = (last + 15) // 16 * 16
     keys_ptr += row * stride_k_b + head * stride_k_h
     maxima_ptr += row * stride_m_b + head * stride_m_h
     source_ptr += row * stride_x_b + (head * G if G > 0 else head) * stride_x_h
-    for n in tl.range(tl.program_id(0) * BLOCK_N, last, tl.num_programs(0) * BLOCK_N, num_stages=1):
+    for n in tl.range(pid * BLOCK_N, last, programs * BLOCK_N, num_stages=1):
         off_n = n + tl.arange(0, BLOCK_N)
         mask_n = (off_n < limit) & (off_n < max_pages)
         if G > 0:
@@ -310,29 +328,6 @@ def select_kernel(
         tl.store(ids_ptr + M - window_pages + off_m, last + off_m, mask=off_m < window_pages)
 
 
-@triton.jit
-def every_kernel(
-    seq_lens_ptr,
-    ids_ptr,
-    counts_ptr,
-    stride_i_b,
-    stride_i_h,
-    stride_c_b,
-    max_pages,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """All pages of one row, which are at most M, for one KV head."""
-    head = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
-    pages = (tl.minimum(tl.load(seq_lens_ptr + row), max_pages * P) + P - 1) // P
-    tl.store(counts_ptr + row * stride_c_b + head, pages)
-    off_m = tl.arange(0, BLOCK_M)
-    at = ids_ptr + row * stride_i_b + head * stride_i_h + off_m
-    tl.store(at, tl.where(off_m < pages, off_m, -1), mask=off_m < M)
-
-
 class Plan(NamedTuple):
     """How a table of N pages is read for M: pages a group (0: no groups) and the blocks.
 
@@ -394,28 +389,6 @@ def workspace(B: int, Hkv: int, N: int, M: int, device: torch.device | str) -> W
     return Workspace(
         *(torch.empty((B, Hkv, width), dtype=torch.int32, device=device) for width in widths(N, M))
     )
-
-
-def every_page(
-    seq_lens: Tensor, num_kv_heads: int, *, room: int, page: int, pages: int
-) -> tuple[Tensor, Tensor]:
-    """Returns what `select` does where a table has room for at most M = `pages` pages: nothing need be scored."""
-    B = seq_lens.shape[0]
-    ids = torch.empty((B, num_kv_heads, pages), dtype=torch.int32, device=seq_lens.device)
-    counts = torch.empty((B, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
-    every_kernel[(num_kv_heads, B)](
-        seq_lens,
-        ids,
-        counts,
-        *ids.stride()[:2],
-        counts.stride(0),
-        room,
-        P=page,
-        M=pages,
-        BLOCK_M=triton.next_power_of_2(pages),
-        num_warps=1,
-    )
-    return ids, counts
 
 
 def share(log_mass: Tensor, total: Tensor, num_kv_heads: int, *, out: Tensor | None = None) -> Tensor:
@@ -501,8 +474,8 @@ def _select(
         if any(have < need for have, need in zip(buffer.shape, room, strict=True)):
             raise ValueError(f"work.{name}: expected at least {list(room)}, got {list(buffer.shape)}")
     keys, maxima, chosen = work
-    programs = min(triton.cdiv(N, shape.block_n), triton.cdiv(PROGRAMS, num_kv_heads * B))
-    keys_kernel[(max(1, programs), num_kv_heads, B)](
+    slots = max(1, min(B * triton.cdiv(N, shape.block_n), triton.cdiv(PROGRAMS, num_kv_heads)))
+    keys_kernel[(slots if B == 1 else slots + B, num_kv_heads)](
         source,
         total,
         seq_lens,
@@ -514,12 +487,15 @@ def _select(
         *maxima.stride()[:2],
         N,
         window_pages,
+        B,
+        slots,
         P=page,
         M=pages,
         G=group,
         BLOCK_G=triton.next_power_of_2(group),
         GROUP=shape.group,
         BLOCK_N=shape.block_n,
+        BLOCK_B=triton.next_power_of_2(B),
         num_warps=min(8, shape.block_n // 128),
     )
     if not shape.block_c:

@@ -16,7 +16,7 @@ from torch import Tensor
 from locks.format import ROUNDING, SummaryFormat, mixed
 from locks.types import Factors
 
-from .config import KernelConfig
+from .config import KernelConfig, device_name, tuned
 from .eigh import (
     inverse_sqrt,
     jacobi,
@@ -342,6 +342,12 @@ def default_config(page: int, pages: int, *, head_dim: int, interpreted: bool) -
     return KernelConfig(block_n=1, num_warps=2 if page == 16 and head_dim > 128 else warps)
 
 
+def launch_config(fmt: SummaryFormat, pages: int, head_dim: int, device: torch.device) -> KernelConfig:
+    """What was the fastest on the device, else the default; `seal` takes the same, so that both make the same bits."""
+    found = tuned(device_name(device), "summarize", page=fmt.page, rank=fmt.rank, head_dim=head_dim)
+    return found or default_config(fmt.page, pages, head_dim=head_dim, interpreted=device.type != "cuda")
+
+
 def _launch(
     k_cache: Tensor,
     block_table: Tensor,
@@ -358,7 +364,7 @@ def _launch(
     total = block_table.shape[1] * per_block
     count = total if max_new_pages is None else min(max_new_pages, total)
     if config is None:
-        config = default_config(fmt.page, count, head_dim=D, interpreted=not k_cache.is_cuda)
+        config = launch_config(fmt, count, D, k_cache.device)
     grid = (triton.cdiv(count, config.block_n), heads, block_table.shape[0])
     summarize_kernel[grid](
         k_cache,

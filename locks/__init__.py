@@ -10,6 +10,7 @@ from locks.api import (
     sparse_attention,
     summarize,
 )
+from locks.decoder import Decoder
 from locks.format import SummaryFormat
 from locks.types import Attended, Certificate, Decoded, Factors, PageList, PageMass, Record
 
@@ -17,6 +18,7 @@ __all__ = [
     "Attended",
     "Certificate",
     "Decoded",
+    "Decoder",
     "Factors",
     "PageList",
     "PageMass",

@@ -3,8 +3,10 @@
 Axes: B sequences, Hq query heads, Hkv key/value heads, D and Dv widths, P tokens a page, N pages, M pages kept.
 Every operation works on a paged cache: `k_cache [num_blocks, Hkv, block, D]`, `v_cache [num_blocks, Hkv, block, Dv]`,
 `block_table [B, max_blocks]` int32, `seq_lens [B]` int32; a block is a multiple of the page. A row of length 0 is
-allowed everywhere: it has no pages, its output is 0 and its lse -inf. Nothing waits for the device unless `debug=True`,
-which checks the values of lengths, block ids and page ids too. Values out of range without it: a length above the
+allowed everywhere: it has no pages, its output is 0 and its lse -inf. Beside queries a table may have B / q_len rows:
+then q_len rows of `q` and `seq_lens`, one behind the other, are one sequence's, the tokens of a speculative step, each
+with its own length. Nothing waits for the device unless `debug=True`, which checks the values of lengths, block ids and
+page ids too. Values out of range without it: a length above the
 table's room counts as the room, a block id outside the cache is undefined behaviour (as an index error on a GPU is).
 """
 
@@ -50,11 +52,12 @@ def resolve_impl(impl: str | None, device: torch.device, dtype: torch.dtype) -> 
     return impl
 
 
-def _load(impl: str) -> ModuleType:
+def load_impl(impl: str) -> ModuleType:
+    """The module that implements every stage: `locks.triton_impl` or `locks.torch_impl`."""
     return importlib.import_module(f"locks.{impl}_impl")
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Kernels launch on the current device: make the tensors' device the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -62,6 +65,22 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def _table(block_table: Tensor, seq_lens: Tensor, dims: dict[str, int], device: torch.device) -> None:
     checks.tensor("block_table", block_table, ("B", "max_blocks"), dims, dtypes=[torch.int32], device=device)
     checks.tensor("seq_lens", seq_lens, ("B",), dims, dtypes=[torch.int32], device=device)
+
+
+def _query_table(block_table: Tensor, seq_lens: Tensor, dims: dict[str, int], device: torch.device) -> None:
+    """Checks a table whose rows may each serve several query rows."""
+    axes = ("B / q_len", "max_blocks")
+    checks.tensor("block_table", block_table, axes, dims, dtypes=[torch.int32], device=device)
+    checks.tensor("seq_lens", seq_lens, ("B",), dims, dtypes=[torch.int32], device=device)
+    rows, sequences = dims["B"], dims["B / q_len"]
+    if rows != sequences and (sequences == 0 or rows % sequences):
+        raise ValueError(f"block_table: expected a number of rows that divides {rows}, q's, got {sequences}")
+
+
+def _row_table(block_table: Tensor, rows: int) -> Tensor:
+    """A table with a row for every query row."""
+    sequences = block_table.shape[0]
+    return block_table if rows == sequences else block_table.repeat_interleave(rows // sequences, 0)
 
 
 def _records(records: Tensor, fmt: SummaryFormat, dims: dict[str, int], device: torch.device) -> None:
@@ -138,8 +157,8 @@ def summarize(
     impl = resolve_impl(impl, device, k_cache.dtype)
     if dims["B"] == 0 or dims["max_blocks"] == 0:
         return out
-    with _on(device):
-        return _load(impl).summarize(
+    with on_device(device):
+        return load_impl(impl).summarize(
             k_cache, block_table, seq_lens, fmt, start=start, max_new_pages=max_new_pages, out=out
         )
 
@@ -157,11 +176,12 @@ def _query(
     dims: dict[str, int] = {}
     checks.tensor("q", q, ("B", "Hq", "D"), dims, dtypes=checks.FLOATS)
     checks.head_dim("q", dims["D"])
-    _table(block_table, seq_lens, dims, q.device)
+    _query_table(block_table, seq_lens, dims, q.device)
     _records(records, fmt, dims, q.device)
     checks.groups(dims)
     if debug:
-        checks.table_values(block_table, seq_lens, dims["num_blocks"], dims["block / P"] * fmt.page)
+        table = _row_table(block_table, dims["B"])
+        checks.table_values(table, seq_lens, dims["num_blocks"], dims["block / P"] * fmt.page)
     return dims
 
 
@@ -183,7 +203,7 @@ def page_logits(
     Args:
         q: [B, Hq, D], queries after their position encoding.
         records: [num_blocks, Hkv, block / P, record bytes] uint8.
-        block_table: [B, max_blocks] int32.
+        block_table: [B, max_blocks] int32, or with one row for every q_len of q's.
         seq_lens: [B] int32.
         fmt: the records' format.
         scale: of the logits; None for D ** -0.5.
@@ -202,9 +222,14 @@ def page_logits(
     if dims["B"] == 0 or dims["max_blocks"] == 0:
         pages = dims["max_blocks"] * dims["block / P"]
         return q.new_empty((dims["B"], dims["Hq"], pages, fmt.page), dtype=torch.float32)
-    with _on(q.device):
-        return _load(impl).page_logits(
-            q, records, block_table, seq_lens, fmt, scale=dims["D"] ** -0.5 if scale is None else scale
+    with on_device(q.device):
+        return load_impl(impl).page_logits(
+            q,
+            records,
+            _row_table(block_table, dims["B"]),
+            seq_lens,
+            fmt,
+            scale=dims["D"] ** -0.5 if scale is None else scale,
         )
 
 
@@ -226,7 +251,7 @@ def page_mass(
     Args:
         q: [B, Hq, D], queries after their position encoding.
         records: [num_blocks, Hkv, block / P, record bytes] uint8.
-        block_table: [B, max_blocks] int32.
+        block_table: [B, max_blocks] int32, or with one row for every q_len of q's.
         seq_lens: [B] int32.
         fmt: the records' format.
         scale: of the logits; None for D ** -0.5.
@@ -253,11 +278,11 @@ def page_mass(
         pages = dims["max_blocks"] * dims["block / P"]
         empty = q.new_empty((dims["B"], dims["Hq"], pages), dtype=torch.float32)
         return PageMass(empty, q.new_full((dims["B"], dims["Hq"]), -torch.inf, dtype=torch.float32))
-    with _on(q.device):
-        return _load(impl).page_mass(
+    with on_device(q.device):
+        return load_impl(impl).page_mass(
             q,
             records,
-            block_table,
+            block_table if impl == "triton" else _row_table(block_table, dims["B"]),
             seq_lens,
             fmt,
             scale=dims["D"] ** -0.5 if scale is None else scale,
@@ -289,8 +314,8 @@ def page_share(mass: PageMass, num_kv_heads: int, *, impl: str | None = None) ->
     impl = resolve_impl(impl, mass.log_mass.device, torch.float32)
     if dims["B"] == 0 or dims["N"] == 0:
         return mass.total.new_empty((dims["B"], dims["Hkv"], dims["N"]))
-    with _on(mass.log_mass.device):
-        return _load(impl).page_share(mass, num_kv_heads)
+    with on_device(mass.log_mass.device):
+        return load_impl(impl).page_share(mass, num_kv_heads)
 
 
 def select_pages(
@@ -331,8 +356,10 @@ def select_pages(
     if dims["B"] == 0 or dims["Hkv"] == 0:
         ids = seq_lens.new_full((dims["B"], dims["Hkv"], m), -1)
         return PageList(ids, seq_lens.new_zeros((dims["B"], dims["Hkv"])))
-    with _on(share.device):
-        return _load(impl).select_pages(share, seq_lens, page=page, budget=budget, window_pages=window_pages)
+    with on_device(share.device):
+        return load_impl(impl).select_pages(
+            share, seq_lens, page=page, budget=budget, window_pages=window_pages
+        )
 
 
 def _cache(
@@ -350,7 +377,7 @@ def _cache(
     checks.head_dim("v_cache", dims["Dv"])
     checks.block(dims, page)
     checks.groups(dims)
-    _table(block_table, seq_lens, dims, q.device)
+    _query_table(block_table, seq_lens, dims, q.device)
     return dims
 
 
@@ -373,7 +400,7 @@ def sparse_attention(
         q: [B, Hq, D] in the cache's dtype.
         k_cache: [num_blocks, Hkv, block, D].
         v_cache: [num_blocks, Hkv, block, Dv].
-        block_table: [B, max_blocks] int32.
+        block_table: [B, max_blocks] int32, or with one row for every q_len of q's.
         seq_lens: [B] int32; tokens at and behind it are not read.
         pages: page_ids [B, Hkv, M] int32, counts [B, Hkv] int32.
         page: P, tokens.
@@ -395,18 +422,19 @@ def sparse_attention(
     checks.tensor("page_ids", ids, ("B", "Hkv", "M"), dims, dtypes=[torch.int32], device=q.device)
     checks.tensor("counts", counts, ("B", "Hkv"), dims, dtypes=[torch.int32], device=q.device)
     if debug:
-        checks.table_values(block_table, seq_lens, dims["num_blocks"], dims["block"])
+        table = _row_table(block_table, dims["B"])
+        checks.table_values(table, seq_lens, dims["num_blocks"], dims["block"])
         checks.page_list_values(ids, counts, seq_lens, page)
     impl = resolve_impl(impl, q.device, q.dtype)
     if dims["B"] == 0 or dims["max_blocks"] == 0:
         lse = q.new_full((dims["B"], dims["Hq"]), -torch.inf, dtype=torch.float32)
         return Attended(q.new_zeros((dims["B"], dims["Hq"], dims["Dv"])), lse)
-    with _on(q.device):
-        return _load(impl).sparse_attention(
+    with on_device(q.device):
+        return load_impl(impl).sparse_attention(
             q,
             k_cache,
             v_cache,
-            block_table,
+            block_table if impl == "triton" else _row_table(block_table, dims["B"]),
             seq_lens,
             pages,
             page=page,
@@ -464,7 +492,8 @@ def decode(
     what share is certain for the pages that were attended to, whichever way they were chosen.
 
     The new token's key and value are in the cache and counted in `seq_lens`. Every page but the newest has a record;
-    call `summarize(..., start=seq_lens - 1, max_new_pages=1, out=records)` after the write to keep that true.
+    call `summarize(..., start=seq_lens - 1, max_new_pages=1, out=records)` after the write to keep that true. Where a
+    sequence has several tokens in the step, the pages that they fill are summarised before, too.
     If the budget covers the context, the output is dense attention's.
 
     Args:
@@ -472,7 +501,7 @@ def decode(
         k_cache: [num_blocks, Hkv, block, D].
         v_cache: [num_blocks, Hkv, block, Dv].
         records: [num_blocks, Hkv, block / P, record bytes] uint8.
-        block_table: [B, max_blocks] int32.
+        block_table: [B, max_blocks] int32, or with one row for every q_len of q's.
         seq_lens: [B] int32, the new token included.
         fmt: the records' format.
         budget: tokens a KV head attends to, a multiple of P, first and newest page included.
@@ -500,14 +529,16 @@ def decode(
     wanted = _coverage(coverage, coverage_certified, budget, fmt)
     checks.scale(scale)
     checks.window(window_pages)
-    work, heads = _load(resolve_impl(impl, q.device, q.dtype)), k_cache.shape[1]
+    if wanted is not None or certificate:
+        block_table = _row_table(block_table, dims["B"])
+    work, heads = load_impl(resolve_impl(impl, q.device, q.dtype)), k_cache.shape[1]
     some = q.shape[0] > 0 and block_table.shape[1] > 0
     chosen = {"page": fmt.page, "budget": budget, "window_pages": window_pages}
     room = block_table.shape[1] * dims["block / P"]
     plain = wanted is None and some
     # No row can be longer than the budget: there is nothing to choose.
     if plain and not certificate and not debug and room <= budget_pages(budget, fmt.page, window_pages):
-        with _on(q.device):
+        with on_device(q.device):
             pages = work.every_page(seq_lens, heads, room=room, **chosen)
         return Decoded(
             *sparse_attention(
@@ -530,13 +561,13 @@ def decode(
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if plain:
-        with _on(q.device):
+        with on_device(q.device):
             pages = work.select_from_mass(mass, seq_lens, heads, **chosen)
     else:
         share = page_share(mass, heads, impl=impl)
         pages = select_pages(share, seq_lens, impl=impl, **chosen)
     if wanted is not None and some:
-        with _on(q.device):
+        with on_device(q.device):
             pages = work.cover_pages(
                 q,
                 k_cache,
@@ -561,7 +592,7 @@ def decode(
     if not some:
         nothing = lse.new_zeros((q.shape[0], k_cache.shape[1]))
         return Decoded(out, lse, pages, Certificate(1 - nothing, nothing))
-    with _on(q.device):
+    with on_device(q.device):
         proof = work.certify(
             q, k_cache, records, block_table, seq_lens, fmt, mass.log_mass, pages, lse, scale=scale
         )

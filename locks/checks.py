@@ -115,6 +115,14 @@ def kv_heads(value: object) -> None:
         raise TypeError(f"num_kv_heads: expected an int, got {value!r}")
 
 
+def count(name: str, value: object, most: int | None = None) -> None:
+    """Checks a number of things, at least 1 and at most `most`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    if value < 1 or (most is not None and value > most):
+        raise ValueError(f"{name}: expected {'at least 1' if most is None else f'1 to {most}'}, got {value}")
+
+
 def window(window_pages: object) -> None:
     """Checks how many of the newest pages are always kept."""
     if isinstance(window_pages, bool) or not isinstance(window_pages, int):

@@ -10,7 +10,7 @@ from torch import Tensor
 from locks import certificate
 from locks.format import BF16_MAX, SummaryFormat, bf16_value, encode, power_of_two, unpack
 from locks.pages import budget_pages, by_page, candidates, gather_pages, num_pages, scored
-from locks.types import Attended, Certificate, Factors, PageList, PageMass
+from locks.types import Attended, Certificate, Decoded, Factors, PageList, PageMass
 
 
 def _pages(block_table: Tensor, per_block: int) -> Tensor:
@@ -218,6 +218,41 @@ def sparse_attention(
     if out is not None:
         result = out.copy_(result)
     return Attended(result, lse.flatten(1, 2))
+
+
+def append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor
+) -> None:
+    """Writes k [B, Hkv, D] and v [B, Hkv, Dv] to slot seq_lens - 1 of their rows, if the row has such a slot."""
+    block = k_cache.shape[2]
+    real = (seq_lens > 0) & (seq_lens <= block_table.shape[1] * block)
+    token = (seq_lens[real] - 1).long()
+    place = block_table[real].long().gather(1, (token // block)[:, None])[:, 0]
+    k_cache[place, :, token % block] = k[real]
+    v_cache[place, :, token % block] = v[real]
+
+
+def decode_step(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    *,
+    budget: int,
+    window_pages: int,
+    scale: float,
+) -> Decoded:
+    """Score, select, attend."""
+    mass = page_mass(
+        q, records, block_table, seq_lens, fmt, scale=scale, window_pages=window_pages, exact=False
+    )
+    chosen = {"page": fmt.page, "budget": budget, "window_pages": window_pages}
+    pages = select_from_mass(mass, seq_lens, k_cache.shape[1], **chosen)
+    attended = sparse_attention(q, k_cache, v_cache, block_table, seq_lens, pages, page=fmt.page, scale=scale)
+    return Decoded(*attended, pages)
 
 
 def page_interval(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from locks.certificate import always_pages
 from locks.format import SummaryFormat
+from locks.kernels import append as append_op
 from locks.kernels import attend as attend_op
 from locks.kernels import certify as certify_op
 from locks.kernels import cover as cover_op
+from locks.kernels import every as every_op
 from locks.kernels import logits as logits_op
 from locks.kernels import score as score_op
+from locks.kernels import seal as seal_op
 from locks.kernels import select as select_op
 from locks.kernels import summarize as summarize_op
 from locks.pages import budget_pages
-from locks.types import Attended, Certificate, PageList, PageMass
+from locks.types import Attended, Certificate, Decoded, PageList, PageMass
 
 
 def summarize(
@@ -103,7 +108,7 @@ def every_page(
 ) -> PageList:
     """All pages of rows whose table has room for no more than the budget's."""
     pages = budget_pages(budget, page, window_pages)
-    return PageList(*select_op.every_page(seq_lens, num_kv_heads, room=room, page=page, pages=pages))
+    return PageList(*every_op.every(seq_lens, num_kv_heads, room=room, page=page, pages=pages))
 
 
 def sparse_attention(
@@ -198,3 +203,118 @@ def cover_pages(
         window_pages=window_pages,
     )
     return PageList(*listed)
+
+
+append = append_op.append
+layer_pointers = seal_op.layer_pointers
+seal = seal_op.seal
+
+
+class StepBuffers(NamedTuple):
+    """Everything that a decode step writes: one set, at fixed addresses, is enough for all layers.
+
+    scored, scoring and selecting are None where the table has no more pages than the budget.
+    """
+
+    scored: PageMass | None
+    scoring: score_op.Workspace | None
+    selecting: select_op.Workspace | None
+    pages: PageList
+    attending: attend_op.Workspace
+    attended: Attended
+
+
+def step_buffers(
+    q: Tensor,
+    v_cache: Tensor,
+    records: Tensor,
+    max_blocks: int,
+    fmt: SummaryFormat,
+    *,
+    budget: int,
+    window_pages: int,
+) -> StepBuffers:
+    """Buffers for steps of queries like q [B, Hq, D] over tables of max_blocks blocks."""
+    (B, Hq, D), device = q.shape, q.device
+    Hkv, Dv = records.shape[1], v_cache.shape[3]
+    M, N = budget_pages(budget, fmt.page, window_pages), max_blocks * records.shape[2]
+    scored = scoring = selecting = None
+    if N > M:
+        scored = PageMass(
+            torch.empty((B, Hq, N), dtype=torch.float32, device=device),
+            torch.empty((B, Hq), dtype=torch.float32, device=device),
+        )
+        scoring = score_op.workspace(q, records, N, fmt, exact=False)
+        selecting = select_op.workspace(B, Hkv, N, M, device)
+    return StepBuffers(
+        scored,
+        scoring,
+        selecting,
+        PageList(
+            torch.empty((B, Hkv, M), dtype=torch.int32, device=device),
+            torch.empty((B, Hkv), dtype=torch.int32, device=device),
+        ),
+        attend_op.workspace(B, Hq, M, fmt.page, D, Dv, device),
+        Attended(
+            torch.empty((B, Hq, Dv), dtype=q.dtype, device=device),
+            torch.empty((B, Hq), dtype=torch.float32, device=device),
+        ),
+    )
+
+
+def decode_step(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    *,
+    budget: int,
+    window_pages: int,
+    scale: float,
+    buffers: StepBuffers,
+) -> Decoded:
+    """Score, select, attend, all into `buffers`: nothing is allocated."""
+    M = budget_pages(budget, fmt.page, window_pages)
+    if buffers.scored is None:
+        room = block_table.shape[1] * records.shape[2]
+        every_op.every(seq_lens, records.shape[1], room=room, page=fmt.page, pages=M, out=buffers.pages)
+    else:
+        score_op.score(
+            q,
+            records,
+            block_table,
+            seq_lens,
+            fmt,
+            scale=scale,
+            window_pages=window_pages,
+            exact=False,
+            whole=False,
+            out=buffers.scored,
+            work=buffers.scoring,
+        )
+        select_op.select_from_mass(
+            *buffers.scored,
+            seq_lens,
+            records.shape[1],
+            page=fmt.page,
+            pages=M,
+            window_pages=window_pages,
+            out=buffers.pages,
+            work=buffers.selecting,
+        )
+    attend_op.attend(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        *buffers.pages,
+        page=fmt.page,
+        scale=scale,
+        out=buffers.attended,
+        work=buffers.attending,
+    )
+    return Decoded(*buffers.attended, buffers.pages)

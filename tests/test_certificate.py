@@ -292,7 +292,7 @@ def test_the_kernels_certificate_is_pytorchs_less_its_own_sums_rounding(fmt, str
     pages = select_pages(share, cache.seq_lens, page=16, budget=160, impl="torch")
     lse = sparse_attention(q, *cache.args, pages, page=16, impl="torch").lse
     args = (q, cache.k, records, *table, fmt, mass.log_mass, pages, lse)
-    want, got = (api._load(impl).certify(*args, scale=0.125) for impl in IMPLS)
+    want, got = (api.load_impl(impl).certify(*args, scale=0.125) for impl in IMPLS)
     # Both end in a rounding to float32.
     assert (got.share - want.share <= 2**-24).all()
     assert (got.share - want.share >= -1e-5).all()

@@ -64,7 +64,7 @@ def lists(case: Case, impl: str, places: int) -> tuple[Any, Any, Any]:
 @examples(12)
 def test_coverage_keeps_the_references_pages_given_equal_scores(impl, case, places, coverage, certified):
     mass, share, pages = lists(case, impl, places)
-    work = api._load(impl)
+    work = api.load_impl(impl)
     args = decode_args(case.q, case.cache, case.fmt)
     options: dict[str, Any] = {
         "coverage": coverage,

@@ -9,6 +9,7 @@ from hypothesis import given
 from locks import (
     SummaryFormat,
     decode,
+    page_logits,
     page_mass,
     page_share,
     reference,
@@ -26,6 +27,7 @@ from tests.helpers import (
     assert_same_pages,
     cases,
     examples,
+    ids,
     listed,
     normal,
     output_terms,
@@ -272,3 +274,31 @@ def test_strided_caches_decode_as_contiguous_ones(impl, layout):
     assert_same_pages(got[0].pages, got[1].pages)
     assert torch.equal(got[0].out, got[1].out)
     assert torch.equal(got[0].lse, got[1].lse)
+
+
+@by_impl
+def test_rows_of_a_sequence_share_its_table(impl):
+    cache = paged_cache([90, 61], heads=2)
+    q = normal(6, 6, 64, seed=1)
+    lens = ids(88, 89, 90, 47, 0, 61)
+    records = records_of(cache, DEFAULT)
+    rest, options = (lens, DEFAULT), {"impl": impl, "scale": 0.2}
+    short, wide = cache.block_table, cache.block_table.repeat_interleave(3, 0)
+    for more in ({}, {"certificate": True}, {"coverage": 0.5}, {"debug": True}):
+        got, want = (
+            decode(q, cache.k, cache.v, records, table, *rest, budget=48, **more, **options)
+            for table in (short, wide)
+        )
+        assert torch.equal(got.out, want.out)
+        assert torch.equal(got.lse, want.lse)
+        assert all(map(torch.equal, got.pages, want.pages))
+    assert torch.equal(*(page_logits(q, records, table, *rest, **options) for table in (short, wide)))
+    attended = (
+        sparse_attention(q, cache.k, cache.v, table, lens, want.pages, page=16, debug=True, **options)
+        for table in (short, wide)
+    )
+    assert all(map(torch.equal, *attended))
+    with pytest.raises(
+        ValueError, match=r"block_table: expected a number of rows that divides 5, q's, got 2"
+    ):
+        page_mass(q[:5], records, short, lens[:5], DEFAULT, impl=impl)

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {
+    "append_kernel",
     "summarize_kernel",
     "seal_kernel",
     "score_kernel",

@@ -118,10 +118,22 @@ class Decoder:
                 window_pages=window_pages,
             )
 
-    def summarize(self) -> None:
-        """Makes the summaries of all full pages of all rows in all layers, of prompts that were prefilled."""
+    def summarize(self, start: Tensor | None = None) -> None:
+        """Makes the summaries of the pages that prompts filled, in all layers.
+
+        Args:
+            start: [max_rows] int32, tokens that were summarised before (of a prompt in chunks); None for 0.
+        """
         for k_cache, records in zip(self.k_caches, self.records, strict=True):
-            api.summarize(k_cache, self.block_table, self.seq_lens, self.fmt, out=records, impl=self.impl)
+            api.summarize(
+                k_cache,
+                self.block_table,
+                self.seq_lens,
+                self.fmt,
+                start=start,
+                out=records,
+                impl=self.impl,
+            )
 
     def advance(self) -> None:
         """Adds the step's tokens to every row that is not idle."""

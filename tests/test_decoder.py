@@ -216,6 +216,23 @@ def test_a_thousand_replays_are_the_eager_steps_while_lengths_change(q_len):
         assert all(map(torch.equal, got, outs)), count
 
 
+def test_a_prompt_in_chunks_is_summarised_from_where_the_last_one_ended():
+    one = decoder([40, 20], impl="torch")
+    first = [records.clone() for records in one.records]
+    # What was summarised before is not looked at again.
+    for k_cache in one.k_caches:
+        k_cache[one.block_table[0, 0].long(), :, :16] = torch.nan
+    before = one.seq_lens.clone()
+    one.seq_lens.copy_(torch.tensor([70, 90]))
+    one.summarize(before)
+    for k_cache, records, old in zip(one.k_caches, one.records, first, strict=True):
+        anew = summarize(k_cache, one.block_table, one.seq_lens, FMT, impl="torch")
+        block = one.block_table[0, 0].long()
+        assert torch.equal(records[block, :, 0], old[block, :, 0])
+        anew[block, :, 0] = old[block, :, 0]
+        assert torch.equal(records, anew)
+
+
 def test_bad_arguments_are_named():
     k, v = caches(2)
     good: dict[str, Any] = {"num_q_heads": 4, "budget": 48, "max_rows": 2, "max_blocks": 3, "fmt": FMT}

@@ -11,6 +11,7 @@ from locks.vllm import config as settings
 from locks.vllm import stats
 from locks.vllm.config import PluginConfig
 from locks.vllm.metadata import BatchSplitter, StepMetadata, prefill_part, query_len
+from locks.vllm.summary_layer import summary_spec
 
 
 class StepBuilder:
@@ -50,6 +51,17 @@ class StepBuilder:
             token_bytes=2 * kv_cache_spec.head_size * kv_cache_spec.dtype.itemsize,
             record_bytes=self.config.fmt.layout(kv_cache_spec.head_size).nbytes,
         )
+        blocks = vllm_config.cache_config.num_gpu_blocks
+        # None while vLLM tries CUDA graphs on a cache of a few blocks.
+        if blocks is not None:
+            own = kv_cache_spec
+            side = summary_spec(self.config, own.block_size, own.num_kv_heads, own.head_size, own.dtype)
+            stats.report_plan(
+                self.shape,
+                vllm_config.parallel_config,
+                cache_bytes=blocks * len(layer_names) * own.page_size_bytes,
+                summary_bytes=blocks * len(layer_names) * side.page_size_bytes,
+            )
 
     def build(self, common: Any, dense: Any, *, counted: bool) -> StepMetadata[Any]:
         """The step's metadata; `dense` makes vLLM's own for the prefill part of the batch."""

@@ -125,10 +125,12 @@ class CudaImpl(FlashAttentionImpl):
             self.stages.reserve(self.num_kv_heads, query)
             return output.fill_(0)
         step, n = attn_metadata, attn_metadata.num_decode_tokens
+        # Before any row is decoded: a prompt's lone last token may find its prefix in blocks that this step fills.
+        if step.prefill_sealing is not None:
+            self.stages.seal_prefill(kv_cache, step.prefill_sealing)
         if step.rows is not None:
             self.stages.seal(kv_cache, step.rows.sealing)
             self.stages.decode(query[:n], kv_cache, step.rows, output[:n])
-        if step.prefill is not None and step.prefill_sealing is not None:
+        if step.prefill is not None:
             super().forward(layer, query[n:], key[n:], value[n:], kv_cache, step.prefill, output[n:])
-            self.stages.seal_prefill(kv_cache, step.prefill_sealing)
         return output

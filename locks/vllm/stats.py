@@ -69,6 +69,23 @@ class Shape:
     record_bytes: int
 
 
+def report_plan(shape: Shape, parallel: Any, *, cache_bytes: int, summary_bytes: int) -> None:
+    """Writes to vLLM's log what the caches of this rank take; vLLM's plan counts both."""
+    from vllm.logger import init_logger
+
+    init_logger(plugin.LOGGER).info(
+        "LOCKS: rank %d of %d holds %.1f MiB of summaries beside %.1f MiB of keys and values (%.1f %%), "
+        "%d KV heads in %d layers",
+        parallel.rank,
+        parallel.world_size,
+        summary_bytes / 2**20,
+        cache_bytes / 2**20,
+        100 * summary_bytes / cache_bytes,
+        shape.kv_heads,
+        shape.layers,
+    )
+
+
 def count(config: PluginConfig, shape: Shape, lens: np.ndarray, prefill_tokens: int, sealed: int) -> None:
     """Adds a step: lens [rows] int64, 0 for padding; tokens attended to densely; pages completed a layer and head."""
     pages = (lens + (config.page - 1)) // config.page

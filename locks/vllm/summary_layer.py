@@ -91,14 +91,22 @@ class SummaryLayer(AttentionLayerBase):
         """
         block = vllm_config.cache_config.block_size
         refusals.check_block(block, self.config)
-        dtype = self.owner.kv_cache_torch_dtype
-        return FullAttentionSpec(
-            block_size=block,
-            num_kv_heads=self.owner.num_kv_heads,
-            head_size=elements_per_token(self.config, self.owner.head_size, dtype),
-            head_size_v=0,
-            dtype=dtype,
+        return summary_spec(
+            self.config, block, self.owner.num_kv_heads, self.owner.head_size, self.owner.kv_cache_torch_dtype
         )
+
+
+def summary_spec(
+    config: PluginConfig, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> FullAttentionSpec:
+    """What vLLM plans for the summaries of one layer that has such a cache."""
+    return FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=elements_per_token(config, head_size, dtype),
+        head_size_v=0,
+        dtype=dtype,
+    )
 
 
 def elements_per_token(config: PluginConfig, head_size: int, dtype: torch.dtype) -> int:

@@ -1,7 +1,9 @@
 """Tests in a real vLLM engine on a CPU: run where vLLM is installed (`make test-engine`), not seen elsewhere."""
 
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ else:
         VLLM_CPU_KVCACHE_SPACE="1",
         # n-gram drafts run by numba, which would give torch its number of threads, and vLLM lets nobody take it back.
         NUMBA_NUM_THREADS="1",
+        # vLLM compiles a function of its sampler, in each process anew.
+        TORCH_COMPILE_DISABLE="1",
+        # Workers that were told to end take as long as they may.
+        VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS="1",
     )
 
 
@@ -69,3 +75,12 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """vLLM's loggers do not pass on what they get."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

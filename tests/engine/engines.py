@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from locks import api
 
@@ -128,3 +129,41 @@ def check_records(llm: Any) -> int:
             assert bool(same.all()), f"{name}: pages {page[~same.all(1)].tolist()} of {request.request_id}"
             checked += same.numel()
     return checked
+
+
+def watch_selection(worker: Any) -> None:
+    """From now on keeps what a rank selects: for `LLM.collective_rpc`, which runs it in every rank's process."""
+    from locks import torch_impl
+
+    worker.selected, worker.select_pages = [], torch_impl.select_pages
+
+    def watched(share: Tensor, *args: Any, **settings: Any) -> Any:
+        pages = worker.select_pages(share, *args, **settings)
+        worker.selected.append((pages.page_ids.tolist(), share.log().tolist()))
+        return pages
+
+    torch_impl.select_pages = watched
+
+
+def end_watch(worker: Any) -> list[tuple[Any, Any]]:
+    """Page ids [rows, Hkv, M] and logarithms of shares [rows, Hkv, N] of every layer and step since the watch began."""
+    from locks import torch_impl
+
+    torch_impl.select_pages = worker.select_pages
+    return worker.selected
+
+
+def selected(llm: Any, requests: Sequence[Sequence[int]], tokens: int) -> tuple[list[Any], list[Any]]:
+    """Each request's output, served alone, and for each the ids and shares of every (step, layer), all ranks' heads."""
+    outputs, found = [], []
+    for ids in requests:
+        llm.collective_rpc(watch_selection)
+        outputs += run(llm, [ids], tokens)
+        ranks = llm.collective_rpc(end_watch)
+        found.append(
+            [
+                tuple(torch.cat([torch.tensor(rank[part]) for rank in call], 1) for part in range(2))
+                for call in zip(*ranks, strict=True)
+            ]
+        )
+    return outputs, found

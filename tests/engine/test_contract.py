@@ -149,6 +149,16 @@ def test_flash_attention_reads_no_more_of_its_metadata_than_its_own_fields():
     assert FlashAttentionBackend.forward_includes_kv_cache_update is False
 
 
+def test_what_a_rank_says_of_its_memory_is_known():
+    from vllm.config import CacheConfig, ParallelConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    assert "num_gpu_blocks" in {field.name for field in dataclasses.fields(CacheConfig)}
+    assert {"rank", "world_size"} <= {field.name for field in dataclasses.fields(ParallelConfig)}
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    assert spec.page_size_bytes == 2 * 64 * 2 * 128 * 2
+
+
 def test_backend_selection():
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -1,7 +1,5 @@
 """One engine after the other on a CPU: equal to vLLM's own, equal to solo runs, and every record that of its keys."""
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +28,6 @@ def own(tiny: Path) -> list[Any]:
     with engine(tiny, None) as llm:
         assert not any(name.endswith(".locks_summary") for name in layers(llm))
         return run(llm, prompts(RAGGED), 40)
-
-
-@pytest.fixture
-def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """vLLM's loggers do not pass on what they get."""
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(("block", "page"), [(16, 16), (32, 16), (64, 64), (128, 32)])
@@ -159,16 +148,6 @@ def test_ngram_speculation_gives_what_decoding_one_by_one_gives(tiny: Path):
     assert stats.totals().decode_rows - before.decode_rows > 8 * 60
     for a, b in zip(together, solo, strict=True):
         assert_same(a, b)
-
-
-def test_two_ranks_say_what_one_says(tiny: Path):
-    outputs = []
-    for ranks in (1, 2):
-        # The second rank's process finds the plugin by its entry point.
-        with engine(tiny, {"budget": 64}, tensor_parallel_size=ranks) as llm:
-            outputs.append(run(llm, prompts(RAGGED), 30))
-    for one, two in zip(*outputs, strict=True):
-        assert_same(two, one)
 
 
 def test_pages_that_no_forward_pass_wrote_are_sealed_before_the_first_step(tiny: Path):

@@ -37,7 +37,9 @@ def engine_config(speculative: Any = None) -> Any:
         additional_config={"locks": CONFIG},
         parallel_config=parallel,
         model_config=model,
-        cache_config=SimpleNamespace(block_size=BLOCK, user_specified_block_size=True, cache_dtype="auto"),
+        cache_config=SimpleNamespace(
+            block_size=BLOCK, user_specified_block_size=True, cache_dtype="auto", num_gpu_blocks=None
+        ),
         compilation_config=SimpleNamespace(
             cudagraph_mode=mode, max_cudagraph_capture_size=8, static_forward_context={}
         ),
@@ -144,6 +146,23 @@ def test_a_mixed_batch(gpu: Any):
     torch.testing.assert_close(out[1:2], dense(q[1:2], keys, values, table[1], 31), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(out[0:1], dense(q[:1], keys, values, table[0], 201), atol=1e-2)
     torch.testing.assert_close(out[2:], dense(q[2:], keys, values, table[2], 125))
+
+
+def test_a_row_reads_pages_that_another_request_fills_in_the_same_step(gpu: Any):
+    # vLLM shares blocks from the moment it plans them: two equal prompts that come together, one token of the second
+    # left, which counts as decoding.
+    rng = torch.Generator().manual_seed(0)
+    kv_cache = torch.randn((40, HKV, BLOCK, 2 * D), generator=rng)
+    batch = common([1, 193], [193, 193])
+    table = batch.block_table_tensor
+    table[0, : 192 // BLOCK] = table[1, : 192 // BLOCK]
+    q = torch.randn((194, HQ, D), generator=rng)
+    assert bool(gpu.side.kv_cache.isnan().all())
+    out = forward(gpu, batch, kv_cache, q)
+    records, fmt = gpu.impl.stages.views(kv_cache)[2], PluginConfig(**CONFIG).fmt
+    lens, (k_cache, v_cache) = torch.tensor([193], dtype=torch.int32), kv_cache.split(D, dim=-1)
+    want = api.decode(q[:1], k_cache, v_cache, records, table[:1], lens, fmt, budget=64, impl="torch")
+    torch.testing.assert_close(out[:1], want.out, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_that_pad_a_graph_are_harmless(gpu: Any):

@@ -40,8 +40,8 @@ test: $(DEV) ## the whole test suite, in Triton's interpreter where there is no 
 
 # One thread, not bound to a core: the models are small, and other work may be going on.
 .PHONY: test-engine
-test-engine: $(ENGINE) ## the vLLM plugin in a real engine on the CPU, in an environment of its own
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(ENGINE_VENV)/bin/python -m pytest tests/engine $(ARGS)
+test-engine: $(ENGINE) ## the vLLM plugin in a real engine on the CPU, in an environment of its own; transformers as new as it comes
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(ENGINE_VENV)/bin/python -m pytest tests/engine tests/test_hf.py $(ARGS)
 
 .PHONY: analysis
 analysis: $(ANALYSIS) ## rank, blindness and selection on a real model, at a reduced size: analysis/out/report.html

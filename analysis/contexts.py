@@ -109,7 +109,13 @@ def prefill(model: Any, tasks: Sequence[NeedleTask]) -> Batch:
     cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
     position = (real.cumsum(1) - 1).clamp(min=0)
     with torch.inference_mode():
-        model(ids, attention_mask=real, position_ids=position, past_key_values=cache, logits_to_keep=1)
+        model(
+            ids,
+            attention_mask=real,
+            position_ids=position,
+            **hf.cache_argument(model, cache),
+            logits_to_keep=1,
+        )
     return Batch(model, tasks, cache, real)
 
 
@@ -134,7 +140,10 @@ def ask(batch: Batch, config: hf.LocksConfig, at_column: Callable[[int], None] |
             new = slice(column, column + chunk)
             mask = torch.cat([mask, torch.ones_like(position[:, new], dtype=torch.bool)], 1)
             logits = batch.model(
-                ids[:, new], attention_mask=mask, position_ids=position[:, new], past_key_values=cache
+                ids[:, new],
+                attention_mask=mask,
+                position_ids=position[:, new],
+                **hf.cache_argument(model, cache),
             ).logits
             for row, q in enumerate(questions):
                 digits = range(len(q.input_ids) - len(q.answer_ids), len(q.input_ids))

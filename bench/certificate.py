@@ -141,7 +141,7 @@ def main(
             cache = hf.fork(context, hf.LocksConfig(budget=budget, fmt=fmt, on_step=watch.see))
             cache.batch_repeat_interleave(questions)
             for column in ids.split(1, 1):
-                model(column, past_key_values=cache)
+                model(column, **hf.cache_argument(model, cache))
         rows.append(
             {"format": name, "resident_share": fmt.resident_share(model.config.head_dim), **watch.row()}
         )

@@ -139,7 +139,7 @@ def prefill(model: Any, context_ids: Sequence[int]) -> hf.PagedCache:
     cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
     ids = torch.tensor([context_ids], device=model.device)
     with progress.layers(model, f"prefill of {ids.shape[1]} tokens"), torch.inference_mode():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **hf.cache_argument(model, cache), logits_to_keep=1)
     return cache
 
 
@@ -170,7 +170,7 @@ def ask(
             for column in range(0, width, chunk):
                 watch.column = column
                 tokens = ids[:, column : column + chunk]
-                parts.append(model(tokens, past_key_values=cache).logits.float())
+                parts.append(model(tokens, **hf.cache_argument(model, cache)).logits.float())
                 shown.update(chunk)
         logits = torch.cat(parts, 1)
         kept = [

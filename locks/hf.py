@@ -39,6 +39,7 @@ __all__ = [
     "PagedLayer",
     "Stats",
     "Step",
+    "cache_argument",
     "disable",
     "enable",
     "fork",
@@ -47,9 +48,18 @@ __all__ = [
 ]
 
 NAME = "locks"
+# What a forward pass calls its cache: since transformers 5.24, and before.
+_CACHE_NAMES = ("cache", "past_key_values")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # What models pass to their attention beside the tensors and does not change a result here.
-_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_hidden_states", "return_dict"}
+_HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+}
 # The same, as long as it has this value.
 _REQUIRED = {"is_causal": True, "output_attentions": False}
 # What changes a result. Anything else that is unknown is refused when a model is enabled, not at every call.
@@ -119,6 +129,7 @@ class _Handle:
         self.base, self.config = base, config
         self.previous = base.config._attn_implementation
         self.names = _parameters(base)
+        self.cache_name = _cache_name(base)
         self.probing = False
         self.counters: dict[int, _Counter] = {}
         self.hook = self.base.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -134,7 +145,8 @@ class _Handle:
                 f"attn_implementation: expected {NAME!r} while the model is enabled, got {current!r}; "
                 "call locks.hf.disable(model) first"
             )
-        cache = self._cache(kwargs)
+        given = [kwargs.pop(name) for name in _CACHE_NAMES if name in kwargs]
+        cache = self._cache(kwargs.get("use_cache"), *given)
         layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, PagedLayer)}
         tokens = kwargs.get("input_ids")
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
@@ -153,11 +165,10 @@ class _Handle:
             layer.expect(mask)
             if layer.columns and new == 1:
                 self.counters.setdefault(i, _Counter()).decode_rows += rows
-        kwargs.update(past_key_values=cache, use_cache=True, locks=(self, layers))
+        kwargs.update({self.cache_name: cache, "use_cache": True, "locks": (self, layers)})
         return (), kwargs
 
-    def _cache(self, kwargs: dict[str, Any]) -> Cache:
-        use_cache, cache = kwargs.get("use_cache"), kwargs.get("past_key_values")
+    def _cache(self, use_cache: bool | None, cache: Any = None) -> Cache:
         if use_cache is None:
             use_cache = self.base.config.use_cache
         if not use_cache:
@@ -410,7 +421,7 @@ def _probe(model: PreTrainedModel, handle: _Handle) -> None:
         for passes, new in enumerate((2, 1), start=1):
             ids = torch.zeros((1, new), dtype=torch.long, device=device)
             with torch.no_grad():
-                model(input_ids=ids, past_key_values=cache)
+                model(input_ids=ids, **cache_argument(model, cache))
             counts = sorted(handle.counters.items())
             served = [i for i, counter in counts if counter.dense_rows + counter.sparse_rows == passes]
             if served != expected:
@@ -423,9 +434,18 @@ def _probe(model: PreTrainedModel, handle: _Handle) -> None:
         handle.counters.clear()
 
 
-def _parameters(base: PreTrainedModel) -> Sequence[str]:
+def _parameters(base: nn.Module) -> Sequence[str]:
     """Names of the forward pass's positional parameters."""
     return list(inspect.signature(type(base).forward).parameters)[1:]
+
+
+def _cache_name(model: nn.Module) -> str:
+    return next(name for name in _CACHE_NAMES if name in _parameters(model))
+
+
+def cache_argument(model: nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
+    """The keyword by which the installed transformers' models take a cache: "cache" or "past_key_values"."""
+    return {_cache_name(model): cache}
 
 
 def _refuse_model(model: PreTrainedModel, base: PreTrainedModel) -> None:
@@ -440,7 +460,7 @@ def _refuse_model(model: PreTrainedModel, base: PreTrainedModel) -> None:
         refuse("it is an encoder-decoder model")
     if config.get_text_config(decoder=True) is not config:
         refuse("it is a model of several modalities", "load its text model alone")
-    if "past_key_values" not in _parameters(base):
+    if not set(_CACHE_NAMES) & set(_parameters(base)):
         refuse("it keeps no key/value cache (a state-space or recurrent model)")
     if (
         getattr(config, "alibi", False)

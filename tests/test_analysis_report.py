@@ -104,7 +104,7 @@ def test_what_is_observed_is_what_dense_attention_sees(model):
     tokens = torch.tensor([[*task(0).context_ids, *question.input_ids]])
     with torch.inference_mode():
         cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
-        model(tokens, past_key_values=cache)
+        model(tokens, **hf.cache_argument(model, cache))
     assert len(layers) == 2
     row = 4 * DIGITS + 1
     for rows, layer in zip(layers, cache.layers, strict=True):

@@ -521,9 +521,9 @@ def test_no_bound_is_crossed_on_a_models_keys():
         with torch.inference_mode():
             ids = torch.tensor([task.context_ids + task.questions[0].question_ids[:2]], device=DEVICE)
             cache = hf.PagedCache(model.config, config)
-            model(ids[:, :-2], past_key_values=cache, logits_to_keep=1)
+            model(ids[:, :-2], **hf.cache_argument(model, cache), logits_to_keep=1)
             for at in (-2, -1):
-                model(ids[:, at:][:, :1], past_key_values=cache)
+                model(ids[:, at:][:, :1], **hf.cache_argument(model, cache))
         hf.disable(model)
     layers = list(range(model.config.num_hidden_layers))
     assert seen == layers * 4

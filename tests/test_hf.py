@@ -208,7 +208,9 @@ def test_a_padded_second_prompt_equals_its_solo_run(model: Any) -> None:
             mask = torch.cat([mask, real.long()], 1)
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             with torch.no_grad():
-                out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+                out = model(
+                    ids, attention_mask=mask, position_ids=positions, **hf.cache_argument(model, cache)
+                )
             cache = out.past_key_values
             logits.append(out.logits[:, -1])
         return logits, [page_ids(steps, row) for row in range(len(rows))]
@@ -265,7 +267,7 @@ def test_several_tokens_on_a_filled_cache_attend_densely(model: Any) -> None:
         hf.enable(model, SPARSE)
         cache, parts = None, []
         for chunk in ids.split([70, 2, 57, 71], dim=1):
-            out = model(chunk, past_key_values=cache)
+            out = model(chunk, **hf.cache_argument(model, cache))
             cache, parts = out.past_key_values, [*parts, out.logits]
     error, allowed = (torch.cat(parts, 1) - exact).abs().max(), 2 * (plain - exact).abs().max()
     assert error <= allowed + 16 * torch.finfo(torch.float32).eps * exact.abs().max()
@@ -293,9 +295,11 @@ def test_a_second_generate_goes_on_with_the_cache(model: Any) -> None:
         plain = generate(model, joined, 20)
         hf.enable(model, COVERS)
         cache = hf.PagedCache(model.config, COVERS) if cache is None else cache
-        generate(model, ids, 20, past_key_values=cache)
+        generate(model, ids, 20, **hf.cache_argument(model, cache))
         assert cache.get_seq_length() == 109
-        assert torch.equal(generate(model, joined, 20, past_key_values=cache).tokens, plain.tokens)
+        assert torch.equal(
+            generate(model, joined, 20, **hf.cache_argument(model, cache)).tokens, plain.tokens
+        )
         hf.disable(model)
 
 
@@ -306,7 +310,9 @@ def test_a_cropped_cache_never_uses_stale_summaries(model: Any) -> None:
 
     def decode(cache: Any, tokens: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            return [model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)]
+            return [
+                model(token, **hf.cache_argument(model, cache)).logits for token in tokens.split(1, dim=1)
+            ]
 
     with torch.no_grad():
         fresh = model(kept).past_key_values
@@ -324,7 +330,10 @@ def test_a_cropped_cache_never_uses_stale_summaries(model: Any) -> None:
     cache.crop(-160)
     assert cache.get_seq_length() == 0
     with torch.no_grad():
-        assert model(prompt(20, rows=3), past_key_values=cache).past_key_values.get_seq_length() == 20
+        assert (
+            model(prompt(20, rows=3), **hf.cache_argument(model, cache)).past_key_values.get_seq_length()
+            == 20
+        )
 
 
 def test_cropping_counts_real_tokens_only(model: Any) -> None:
@@ -393,7 +402,7 @@ def test_moved_rows_decode_as_if_they_had_always_been_there(model: Any, move: Mo
         for token in tokens.split(1, dim=1):
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             positions = mask.sum(1, keepdim=True) - 1
-            out = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            out = model(token, attention_mask=mask, position_ids=positions, **hf.cache_argument(model, cache))
             logits.append(out.logits)
         return torch.cat(logits, 1)
 
@@ -444,7 +453,9 @@ def test_a_copied_or_forked_cache_goes_its_own_way(model: Any) -> None:
     def decode(cache: Any, tokens: Tensor) -> tuple[list[Any], Tensor]:
         steps.clear()
         with torch.no_grad():
-            logits = [model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)]
+            logits = [
+                model(token, **hf.cache_argument(model, cache)).logits for token in tokens.split(1, dim=1)
+            ]
         return page_ids(steps), torch.cat(logits, 1)
 
     def prefilled() -> Any:
@@ -533,7 +544,7 @@ def test_disable_undoes_enable(model: Any) -> None:
     again = generate(model, ids, 10)
     assert torch.equal(again.logits, plain.logits)
     with pytest.raises(RuntimeError, match="past_key_values: a paged cache takes keys only from a model"):
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **hf.cache_argument(model, cache))
     for refused in (hf.disable, hf.stats, hf.reset_stats):
         with pytest.raises(ValueError, match=r"model: expected one that .* prepared"):
             refused(model)
@@ -569,7 +580,7 @@ def test_a_cache_holds_no_graph(model: Any) -> None:
     out = model(ids)
     assert out.logits.requires_grad
     for _ in range(2):
-        out = model(ids[:, :1], past_key_values=out.past_key_values)
+        out = model(ids[:, :1], **hf.cache_argument(model, out.past_key_values))
     for layer in out.past_key_values.layers:
         assert [layer.k_cache.requires_grad, layer.v_cache.requires_grad] == [False, False]
 
@@ -578,30 +589,31 @@ def test_what_would_be_silently_dense_or_wrong_is_refused(model: Any) -> None:
     ids = prompt(40, rows=2)
     plain = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids, past_key_values=plain)
+        model(ids, **hf.cache_argument(model, plain))
     hf.enable(model, SPARSE)
     with torch.no_grad():
         cache = model(ids).past_key_values
         padded = model(**left_padded([prompt(5), prompt(40)])).past_key_values
     one, mask = ids[:, :1], torch.ones(2, 41)
+    (name,) = hf.cache_argument(model, cache)
     static = StaticCache(config=model.config, max_cache_len=64)
     changed = mask.clone()
     changed[0, 3] = 0
     refusals: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "use_cache: expected True", {"use_cache": False}),
-        (TypeError, "past_key_values: .* got a StaticCache", {"past_key_values": static}),
-        (TypeError, "DynamicCache with offloading", {"past_key_values": DynamicCache(offloading=True)}),
-        (ValueError, "expected an empty cache, got one with 40 tokens", {"past_key_values": plain}),
-        (ValueError, "expected a cache of 1 rows, got 2", {"input_ids": one[:1], "past_key_values": cache}),
+        (TypeError, "past_key_values: .* got a StaticCache", {name: static}),
+        (TypeError, "DynamicCache with offloading", {name: DynamicCache(offloading=True)}),
+        (ValueError, "expected an empty cache, got one with 40 tokens", {name: plain}),
+        (ValueError, "expected a cache of 1 rows, got 2", {"input_ids": one[:1], name: cache}),
         (
             ValueError,
             r"attention_mask: expected \[2, 41\]",
-            {"past_key_values": cache, "attention_mask": mask[:, :1]},
+            {name: cache, "attention_mask": mask[:, :1]},
         ),
         (ValueError, "pairs of tokens", {"attention_mask": torch.ones(2, 1, 1, 1)}),
         (TypeError, "attention_mask: expected a tensor", {"attention_mask": {}}),
-        (ValueError, "padding unchanged", {"past_key_values": cache, "attention_mask": changed}),
-        (ValueError, "got None", {"past_key_values": padded}),
+        (ValueError, "padding unchanged", {name: cache, "attention_mask": changed}),
+        (ValueError, "got None", {name: padded}),
         (ValueError, "output_attentions", {"output_attentions": True}),
     ]
     for error, message, kwargs in refusals:

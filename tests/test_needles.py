@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from locks import hf
 from locks.models import load_smollm2
 from locks.needles import NeedleTask, build_needles, digits_right, mean_kl
 
@@ -158,11 +159,13 @@ def test_smollm2_retrieves(smollm2):
     cache = DynamicCache(config=model.config)
     right = 0
     with torch.inference_mode():
-        model(torch.tensor([task.context_ids]), past_key_values=cache, logits_to_keep=1)
+        model(torch.tensor([task.context_ids]), **hf.cache_argument(model, cache), logits_to_keep=1)
         for question in task.questions:
             answer = torch.tensor(question.answer_ids)
             fed = torch.tensor([question.input_ids])
-            right += digits_right(model(fed, past_key_values=cache).logits[0, -len(answer) :], answer)
+            right += digits_right(
+                model(fed, **hf.cache_argument(model, cache)).logits[0, -len(answer) :], answer
+            )
             cache.crop(-fed.shape[1])
     assert right >= 14
 

@@ -40,7 +40,7 @@ test: $(DEV) ## the whole test suite, in Triton's interpreter where there is no 
 
 # One thread, not bound to a core: the models are small, and other work may be going on.
 .PHONY: test-engine
-test-engine: $(ENGINE) ## the vLLM plugin in a real engine on the CPU, in an environment of its own; transformers as new as it comes
+test-engine: $(ENGINE) ## the vLLM plugin in a real engine on the CPU, in an environment of its own, and transformers 5.24
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(ENGINE_VENV)/bin/python -m pytest tests/engine tests/test_hf.py $(ARGS)
 
 .PHONY: analysis

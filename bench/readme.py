@@ -128,16 +128,22 @@ def attention() -> str:
 
 
 def vllm() -> str:
-    """Time per output token in vLLM, by context and batch."""
+    """Time per output token in vLLM, by model, context and batch."""
     result = json.loads((ROOT / "bench/results/h200/vllm_tpot.json").read_text())
     rows_of = [row for row in result["rows"] if row["measure"] == "tpot"]
-    dense = {(row["context"], row["batch"]): row for row in rows_of if row["impl"] == "dense"}
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row["tensor_parallel"], row["context"], row["batch"]
+
+    dense = {key(row): row for row in rows_of if row["impl"] == "dense"}
     rows = []
     for row in rows_of:
         if row["impl"] == "locks":
-            base = dense[row["context"], row["batch"]]
+            base = dense[key(row)]
             rows.append(
                 [
+                    row["model"],
+                    str(row["tensor_parallel"]),
                     f"{row['context'] // 1024}K",
                     str(row["batch"]),
                     str(row["rank"]),
@@ -148,12 +154,12 @@ def vllm() -> str:
                     f"{base['tpot_ms'] / row['tpot_ms']:.2f}x",
                 ]
             )
-    header = ["context", "batch", "rank", "dense, ms", "LOCKS, ms", "dense / LOCKS"]
+    header = ["model", "GPUs", "context", "batch", "rank", "dense, ms", "LOCKS, ms", "dense / LOCKS"]
     one = rows_of[0]
     note = (
-        f"Time per output token, median of {one['samples']} (least-most); the shape of GLM-4-9B-1M with dummy weights, "
+        f"Time per output token, median of {one['samples']} (least-most); the model's shape with dummy weights, "
         f"{one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_tpot.json`, by "
-        "`python bench/vllm_tpot.py`."
+        "`PYTHONPATH=. python bench/vllm_tpot.py`."
     )
     return _table(header, rows) + "\n\n" + note
 

@@ -174,7 +174,9 @@ def generate(
 def evaluate(
     task: Annotated[
         str,
-        typer.Argument(help="ruler, needles, perplexity, longbench, math500, aime or infinitebench."),
+        typer.Argument(
+            help="ruler, needles, perplexity, longgen, longbench, math500, aime or infinitebench."
+        ),
     ],
     model: Annotated[
         Path | None,
@@ -182,14 +184,20 @@ def evaluate(
     ] = None,
     selector: Annotated[
         str,
-        typer.Option(help="By commas: locks, locks-r8, locks-r4c8, oracle, quest, shared-r4, streaming, ..."),
+        typer.Option(
+            help="By commas: locks, locks-r8, locks-r4c8, oracle, quest, shared-r4, mean, arkvale, random, "
+            "streaming; evictors: snapkv, h2o, rkv."
+        ),
     ] = "locks,oracle,quest",
     budgets: Annotated[
         str, typer.Option(help="Tokens a KV head attends to, by commas; full for dense attention.")
     ] = "64,128,512,2048,full",
     lengths: Annotated[
         str,
-        typer.Option(help="Tokens of a prompt and its answer, by commas: 4096, 16k.", show_default="4096"),
+        typer.Option(
+            help="Tokens of a prompt and its answer, or that longgen decodes, by commas: 4096, 16k.",
+            show_default="4096",
+        ),
     ] = "",
     tasks: Annotated[
         str, typer.Option(help="Some of the family's tasks, by commas; all where none is named.")
@@ -203,7 +211,12 @@ def evaluate(
     haystack: Annotated[Path | None, typer.Option(help="A text file of prose to hide things in.")] = None,
     squad: Annotated[Path | None, typer.Option(help="SQuAD 2.0's dev-v2.0.json, for RULER's qa_1.")] = None,
     hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA's dev JSON, for RULER's qa_2.")] = None,
-    engine: Annotated[str, typer.Option(help="What runs the model.")] = "hf",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="What runs the model: hf, or vllm with the plugin (generated answers, locks only)."
+        ),
+    ] = "hf",
     page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
     batch: Annotated[int, typer.Option(help="Answers at once.")] = 1,
     tail: Annotated[int, typer.Option(help="Last tokens of a prompt that are read sparsely too.")] = 1,

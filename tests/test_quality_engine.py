@@ -8,6 +8,7 @@ import torch
 from locks import SummaryFormat, hf
 from locks.pages import budget_pages
 from locks.quality import engine, methods
+from locks.quality.evictors import Evictor
 from locks.quality.example import Forced
 
 transformers = pytest.importorskip("transformers")
@@ -42,7 +43,8 @@ def rows() -> list[list[int]]:
 
 
 def session(model, rows, selector=None, budget=None, repeats=1):
-    prefilled = engine.prefill(model, [row[:-1] for row in rows])
+    evictors = [selector] if isinstance(selector, Evictor) else []
+    prefilled = engine.prefill(model, [row[:-1] for row in rows], evictors)
     made = engine.Session(model, prefilled, selector, repeats)
     made.rewind(budget)
     return made
@@ -66,7 +68,9 @@ def test_full_attention_says_what_generate_says(model, rows):
         assert session(model, rows).generate(last(rows), [20] * 3, []) == expected
 
 
-@pytest.mark.parametrize("spec", ["locks", "oracle", "quest", "streaming", "shared-r2"])
+@pytest.mark.parametrize(
+    "spec", ["locks", "oracle", "quest", "streaming", "shared-r2", "snapkv", "h2o", "rkv"]
+)
 def test_a_covering_budget_says_what_full_attention_says(model, rows, spec: str):
     expected = [plain(model, row, 20) for row in rows]
     (method,) = methods.parse_methods(spec)
@@ -75,7 +79,7 @@ def test_a_covering_budget_says_what_full_attention_says(model, rows, spec: str)
         assert covering.generate(last(rows), [20] * 3, []) == expected
 
 
-@pytest.mark.parametrize("spec", ["locks", "oracle", "quest", "streaming"])
+@pytest.mark.parametrize("spec", ["locks", "oracle", "quest", "streaming", "snapkv", "h2o", "rkv"])
 def test_a_batch_says_what_its_rows_say_alone(model, rows, spec: str):
     (method,) = methods.parse_methods(spec)
     with engine.enabled(model):
@@ -270,9 +274,11 @@ def test_methods_by_name():
     assert wide.page == 64
 
 
-@pytest.mark.parametrize("name", ["snapkv", "Locks", "quest-r4", "locks-8", "locks-r8c8b4"])
+@pytest.mark.parametrize("name", ["snap", "Locks", "quest-r4", "h2o-r4", "locks-8", "locks-r8c8b4"])
 def test_an_unknown_method_is_refused_with_the_choices(name: str):
-    with pytest.raises(ValueError, match=f"selector: expected locks, oracle, .*streaming.*got '{name}'"):
+    with pytest.raises(
+        ValueError, match=f"selector: expected locks, oracle, .*streaming, snapkv, h2o, rkv.*got '{name}'"
+    ):
         methods.parse_methods(f"quest,{name}")
 
 

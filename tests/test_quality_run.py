@@ -18,10 +18,10 @@ from typer.testing import CliRunner, Result
 
 from locks.cli import app
 from locks.models import SetupError
-from locks.quality import run, summary
+from locks.quality import figure, run, summary
 from locks.quality.example import Example, Task
 from locks.quality.log import Log
-from locks.quality.methods import parse_methods
+from locks.quality.methods import NAMES, parse_methods
 from tests.quality_model import save_model
 
 pytest.importorskip("transformers")
@@ -222,6 +222,15 @@ def test_summary_pairs_examples_and_averages_tasks():
     assert summary.missing(mine, rows_of(mine, scores)) == 0
 
 
+def test_every_selector_has_a_line_of_its_own_in_the_picture(tmp_path: Path):
+    names = [*NAMES, *(f"locks-r{rank}" for rank in (1, 2, 4, 8)), "shared-r2"]
+    mine = plan(methods=parse_methods(",".join(names)))
+    rows = rows_of(mine, {("a", name): [1, 0, 1] for name in ["full", *names]})
+    assert len({row["selector"] for row in rows}) == 1 + len(names) > 15
+    figure.scores(summary.summarize(mine, rows), tmp_path / "all.png")
+    assert (tmp_path / "all.png").stat().st_size > 10_000
+
+
 def test_a_task_that_some_config_lacks_is_in_no_mean_and_says_so():
     mine = plan()
     scores = {
@@ -310,7 +319,15 @@ def test_mistakes_are_named_before_a_weight_is_loaded(
     assert refused("ruler", *given, "--budgets", "100").startswith("budget: expected a multiple of the page")
     assert "'full'" in refused("ruler", *given, "--budgets", "all")
     assert refused("ruler", *given, "--page", "17").startswith("page: expected one of (16, 32, 64)")
-    assert refused("ruler", *given, "--engine", "tgi").startswith("engine: expected one of hf")
+    assert refused("ruler", *given, "--engine", "tgi").startswith("engine: expected one of hf, vllm")
+    vllm = (*given, "--engine", "vllm")
+    assert refused("ruler", *vllm, "--selector", "locks-r8,quest").startswith(
+        "selector: expected locks or one"
+    )
+    assert refused("needles", *vllm).startswith(
+        "task: expected one of ruler, longbench, math500, aime, infinite"
+    )
+    assert refused("ruler", *vllm, "--selector", "locks", "--tail", "2").startswith("tail: expected 1 in the")
     assert refused("ruler", *given, "--lengths", "4k") == (
         "lengths: expected 1 to 2048 tokens, the model's context, got 4096"
     )
@@ -324,6 +341,16 @@ def test_mistakes_are_named_before_a_weight_is_loaded(
     assert refused("ruler", *given, "--selector", "", "--budgets", "64").startswith(
         "budgets: expected 'full' or"
     )
+
+
+def test_an_engine_that_is_not_there_is_named(model: Path, monkeypatch: pytest.MonkeyPatch):
+    given = ("ruler", "--model", model, "--engine", "vllm", "--selector", "locks")
+    for found, message in (
+        (None, "engine: vLLM is not installed; pip install 'locks-attention[vllm]'"),
+        (("vllm", "0.1.0"), "engine: vLLM 0.1.0 is not supported on "),
+    ):
+        monkeypatch.setattr("locks.vllm.compat.installed", lambda found=found: found)
+        assert refused(*given).startswith(message)
 
 
 def test_a_directory_without_weights_or_tokenizer_is_named(model: Path, tmp_path: Path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,12 @@ import torch
 
 from locks import doctor
 from locks.models import SetupError, load_model, load_smollm2, smollm2_gguf
-from locks.quality import figure, run, summary
+from locks.quality import figure, run, summary, vllm_run
 from locks.quality.families import FAMILIES, Make, Options
 from locks.quality.log import Log, Row
 from locks.quality.methods import Method, parse_budgets, parse_methods
 
-ENGINES = ("hf",)
+ENGINES = ("hf", "vllm")
 # SmolLM2's, for the model that needs no path.
 SMOLLM2, SMOLLM2_CONTEXT = "SmolLM2-135M-Instruct", 8192
 
@@ -36,9 +38,25 @@ class Request:
     full: bool
     page: int
     model: Path | None
+    engine: str
     batch: int
     tail: int
     out: Path
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """What runs a plan: the tokenizer of its prompts, the model's context, what all rows have in common.
+
+    weights: a name for them; dtype: of keys and values; device: where they lie; run: appends a plan's rows to a log.
+    """
+
+    tokenizer: Any
+    room: int | None
+    weights: str
+    dtype: torch.dtype
+    device: torch.device
+    run: Callable[[run.Plan, Log], None]
 
 
 def check(
@@ -75,6 +93,14 @@ def check(
         raise ValueError(
             f"budgets: expected 'full' or a selector and a budget, got {selectors!r} and {budgets!r}"
         )
+    if engine == "vllm":
+        if FAMILIES[family].forced:
+            others = ", ".join(name for name, each in FAMILIES.items() if not each.forced)
+            raise ValueError(
+                f"task: expected one of {others} in the engine vllm, which cannot be made to read a text token by "
+                f"token, got {family!r}"
+            )
+        vllm_run.check(methods, model, tail)
     context = context_length(model)
     lengths = options.lengths or ([min(4096, context)] if context else [4096])
     for length in lengths:
@@ -83,7 +109,7 @@ def check(
     count = options.count or FAMILIES[family].count
     options = dataclasses.replace(options, lengths=tuple(dict.fromkeys(lengths)), count=count)
     make = FAMILIES[family].prepare(options)
-    return Request(family, options, make, methods, sizes, full, page, model, batch, tail, out)
+    return Request(family, options, make, methods, sizes, full, page, model, engine, batch, tail, out)
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -134,13 +160,13 @@ def execute(request: Request) -> tuple[list[Row], int]:
     The log, `summary.json` and `summary.png` lie in `request.out`. An interrupt ends the run early, with a summary
     of what there is.
     """
-    model, tokenizer = load_smollm2() if request.model is None else load_model(request.model)
-    room = getattr(model.config, "max_position_embeddings", None)
+    answerer = _transformers(request) if request.engine == "hf" else _vllm(request)
+    room = answerer.room
     for length in request.options.lengths:
         if room is not None and length > room:
             raise ValueError(f"lengths: expected at most {room} tokens, the model's context, got {length}")
     plan = run.Plan(
-        tasks=request.make(tokenizer),
+        tasks=request.make(answerer.tokenizer),
         methods=request.methods,
         budgets=request.budgets,
         full=request.full,
@@ -151,29 +177,62 @@ def execute(request: Request) -> tuple[list[Row], int]:
     )
     for task in plan.tasks:
         # A length without room for a task is found here, not in the middle of the run.
-        task.make(0)
-    with Log(request.out / f"{request.family}.jsonl", _header(request, model)) as log:
+        tokens = run.most_tokens(task.make(0))
+        if room is not None and tokens > room:
+            raise ValueError(
+                f"lengths: expected {task.name} to take at most {room} tokens, the model's context, got {tokens} at "
+                f"{task.length}"
+            )
+    with Log(request.out / f"{request.family}.jsonl", _header(request, answerer)) as log:
         with contextlib.suppress(KeyboardInterrupt):
-            run.run(model, tokenizer, plan, log)
+            answerer.run(plan, log)
         rows = list(log.rows.values())
     found = summary.summarize(plan, rows)
-    save(request, found, model)
+    save(request, found, answerer)
     return found, summary.missing(plan, rows)
 
 
-def _header(request: Request, model: Any) -> Row:
+def _transformers(request: Request) -> Answerer:
+    model, tokenizer = load_smollm2() if request.model is None else load_model(request.model)
+    return Answerer(
+        tokenizer,
+        getattr(model.config, "max_position_embeddings", None),
+        fingerprint(model),
+        model.dtype,
+        torch.device(model.device),
+        functools.partial(run.run, model, tokenizer),
+    )
+
+
+def _vllm(request: Request) -> Answerer:
+    # `check` saw a directory.
+    path = Path(request.model or "").expanduser()
+    config, tokenizer = vllm_run.load(path)
+    files = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in path.glob(pattern)]
+    return Answerer(
+        tokenizer,
+        getattr(config, "max_position_embeddings", None),
+        _sha256(files),
+        vllm_run.dtype(),
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        functools.partial(vllm_run.run, path, config, tokenizer),
+    )
+
+
+def _header(request: Request, answerer: Answerer) -> Row:
     """What all rows of a log have in common."""
     options = request.options
     files = {
-        name: _sha256(path)
+        name: _sha256(path.rglob("*") if path.is_dir() else [path])
         for name in ("data", "haystack", "squad", "hotpotqa")
         if (path := getattr(options, name)) is not None
     }
     return {
         "family": request.family,
         "model": SMOLLM2 if request.model is None else request.model.name,
-        "weights": fingerprint(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "engine": request.engine,
+        "weights": answerer.weights,
+        "dtype": str(answerer.dtype).removeprefix("torch."),
         "seed": options.seed,
         "samples": options.samples,
         "chat": options.chat,
@@ -193,22 +252,21 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _sha256(path: Path) -> str:
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+def _sha256(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for file in files:
+    for file in sorted(files):
         if file.is_file():
             with file.open("rb") as opened:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()[:16]
 
 
-def save(request: Request, rows: list[Row], model: Any) -> None:
+def save(request: Request, rows: list[Row], answerer: Answerer) -> None:
     """Writes `summary.json`, whole or not at all, and `summary.png`."""
     result = {
-        **_header(request, model),
+        **_header(request, answerer),
         "lengths": list(request.options.lengths),
-        "device": doctor.device_facts(torch.device(model.device)),
+        "device": doctor.device_facts(answerer.device),
         "versions": doctor.versions(),
         "rows": rows,
     }

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from locks import hf
+from locks.quality.evictors import Evictor
 from locks.quality.example import Forced, Read
+from locks.quality.held import Watch, hold, watched
 
 # The sampling of the reasoning tasks.
 TEMPERATURE, TOP_P, TOP_K = 0.6, 0.95, 20
@@ -27,13 +29,13 @@ class Prefilled:
     """A batch's prompts in a cache, but for their last tokens.
 
     cache: without summaries, a row a prompt, shorter rows padded behind their end; lengths: [B] tokens of a row;
-    width: of the longest; repeats: rows that follow one prompt.
+    width: of the longest; watch: what evictors have to know of them, where there are some.
     """
 
     cache: hf.PagedCache
     lengths: Tensor
     width: int
-    repeats: int = 1
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,38 @@ def _paged(cache: hf.PagedCache) -> list[hf.PagedLayer]:
 
 
 @torch.inference_mode()
-def prefill(model: Any, rows: Sequence[Sequence[int]]) -> Prefilled:
-    """The rows' keys and values by dense attention, in one pass."""
+def prefill(
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    evictors: Sequence[Evictor] = (),
+    tails: Sequence[Sequence[int]] | None = None,
+) -> Prefilled:
+    """The rows' keys and values by dense attention, in one pass.
+
+    Args:
+        model: that `enabled` prepared.
+        rows: prompts without their tails.
+        evictors: that the batch has to serve; they watch the whole prompts in a pass of its own.
+        tails: the prompts' last tokens, equally many; None where there are none.
+    """
+    watch = None
+    if evictors:
+        tails = [()] * len(rows) if tails is None else tails
+        prompts = [[*row, *tail] for row, tail in zip(rows, tails, strict=True)]
+        watch = watched(model, prompts, len(tails[0]), any(evictor.sums for evictor in evictors))
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=model.device)
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
     # Padding behind a row's end is seen by no token before it, so the pass needs no mask ...
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **hf.cache_argument(model, cache), logits_to_keep=1)
     if min(map(len, rows)) < width:
         # ... and is forgotten: the row's next token takes its place.
         real = torch.arange(width, device=model.device) < lengths[:, None]
         for layer in _paged(cache):
             layer.mask = real
             layer.seq_lens.copy_(lengths)
-    return Prefilled(cache, lengths, width)
+    return Prefilled(cache, lengths, width, watch)
 
 
 class Session:
@@ -87,26 +106,30 @@ class Session:
 
     Sessions of a batch follow each other too: each summarises the same keys anew, in place, since a copy of a long
     batch's cache would halve what fits. Where several rows follow a prompt they get a copy of their own; so does
-    every budget of a model with sliding windows, which forget what they slide over.
+    every budget of a model with sliding windows, which forget what they slide over, and every budget of an evictor.
 
     Args:
         model: that `enabled` prepared.
-        prefilled: the batch.
-        selector: None for full attention.
+        prefilled: the batch, watched if the selector is an evictor.
+        selector: a selector or an evictor; None for full attention.
         repeats: rows that follow each prompt.
     """
 
     @torch.inference_mode()
     def __init__(self, model: Any, prefilled: Prefilled, selector: Any, repeats: int = 1) -> None:
         self.model, self.selector = model, selector
+        self.prefilled, self.repeats = prefilled, repeats
         self.cache = prefilled.cache
-        self.width, self.lengths = prefilled.width, prefilled.lengths
+        self.width, self.lengths = prefilled.width, prefilled.lengths.repeat_interleave(repeats)
+        self.evicts = isinstance(selector, Evictor)
+        # An evictor's rows are as long as what they hold, and know it.
+        self.ragged = not self.evicts and bool((self.lengths < self.width).any())
+        self.taken = 0
+        if self.evicts:
+            return
         if repeats > 1:
             self.cache = hf.fork(self.cache, hf.LocksConfig(budget=None))
             self.cache.batch_repeat_interleave(repeats)
-            self.lengths = self.lengths.repeat_interleave(repeats)
-        self.ragged = bool((self.lengths < self.width).any())
-        self.taken = 0
         self.source = None if len(_paged(self.cache)) == len(self.cache.layers) else self.cache
         if self.source is not None:
             return
@@ -121,6 +144,10 @@ class Session:
     @torch.inference_mode()
     def rewind(self, budget: int | None) -> None:
         """Back to the prompts, from now on with another budget; None is full attention's."""
+        hf.reset_stats(self.model)
+        if self.evicts:
+            self._hold(budget)
+            return
         config = hf.LocksConfig(budget=budget, selector=self.selector)
         if self.source is not None:
             self.cache = hf.fork(self.source, config)
@@ -129,7 +156,14 @@ class Session:
         self.taken = 0
         for layer in _paged(self.cache):
             layer.config = config
-        hf.reset_stats(self.model)
+
+    def _hold(self, budget: int | None) -> None:
+        batch = self.prefilled
+        if budget is None or batch.watch is None:
+            raise ValueError(f"budget: expected a budget and a watched batch for an evictor, got {budget}")
+        lengths = batch.lengths.tolist()
+        self.cache = hold(batch.cache, lengths, batch.watch, self.selector, budget, self.repeats)
+        self.taken = 0
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] after one more token [B] of every row."""
@@ -141,7 +175,7 @@ class Session:
             tokens[:, None],
             attention_mask=mask,
             position_ids=(self.lengths + self.taken)[:, None],
-            past_key_values=self.cache,
+            **hf.cache_argument(self.model, self.cache),
         )
         self.taken += 1
         return out.logits[:, -1]
@@ -150,15 +184,18 @@ class Session:
         """Of the steps since `rewind`."""
         paged = _paged(self.cache)
         stats = hf.stats(self.model)
+        read = None
         if stats.sparse_rows:
             steps = stats.sparse_rows / len(paged)
-            return Traffic((stats.summary_bytes + stats.page_bytes) / steps, stats.dense_bytes / steps)
+            read = (stats.summary_bytes + stats.page_bytes) / steps
+            if not self.evicts:
+                return Traffic(read, stats.dense_bytes / steps)
         token = sum(
             2 * layer.k_cache.shape[1] * (layer.k_cache.shape[3] + layer.v_cache.shape[3]) for layer in paged
         )
         # The mean length over the steps.
         dense = token * (float(self.lengths.double().mean()) + (self.taken + 1) / 2)
-        return Traffic(dense, dense)
+        return Traffic(dense if read is None else read, dense)
 
     @torch.inference_mode()
     def generate(
@@ -206,10 +243,8 @@ class Session:
         width = max(len(text.feed) for text in texts)
         # What stands behind a shorter text is read and not looked at.
         fed = torch.tensor([text.feed + [0] * (width - len(text.feed)) for text in texts], device=device)
-        target = torch.full_like(fed, -1)
-        for row, text in enumerate(texts):
-            first = len(text.question_ids) - 1
-            target[row, first : len(text.feed)] = torch.tensor(text.answer_ids, device=device)
+        wants = [text.targets for text in texts]
+        target = torch.tensor([want + [-1] * (width - len(want)) for want in wants], device=device)
         right = torch.zeros(len(texts), dtype=torch.long, device=device)
         loss = torch.zeros(len(texts), dtype=torch.float64, device=device)
         for column, wanted in zip(fed.unbind(1), target.unbind(1), strict=True):
@@ -218,7 +253,7 @@ class Session:
             right += counts & (logits.argmax(-1) == wanted)
             log_p = logits.double().log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None])[:, 0]
             loss -= torch.where(counts, log_p, 0)
-        totals = [len(text.answer_ids) for text in texts]
+        totals = [sum(token >= 0 for token in want) for want in wants]
         return [
             Read(hits, total, nll / total)
             for hits, total, nll in zip(right.tolist(), totals, loss.tolist(), strict=True)

@@ -13,15 +13,27 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Forced:
-    """A text read behind a prompt, teacher-forced: `question_ids` leads up to it, `answer_ids` is what counts."""
+    """A text read behind a prompt, teacher-forced: `question_ids` leads up to it, `answer_ids` is what counts.
+
+    `then`: texts that are read on behind it, in the same row; their answers count too.
+    """
 
     question_ids: list[int]
     answer_ids: list[int]
+    then: tuple[Forced, ...] = ()
 
     @property
     def feed(self) -> list[int]:
-        """What is read: the last `len(answer_ids)` logits are the answer's."""
-        return self.question_ids + self.answer_ids[:-1]
+        """What is read: everything but the last token."""
+        return [token for text in (self, *self.then) for token in text.question_ids + text.answer_ids][:-1]
+
+    @property
+    def targets(self) -> list[int]:
+        """What counts as right behind each token of `feed`; -1 where nothing does."""
+        wanted = [
+            token for text in (self, *self.then) for token in [-1] * len(text.question_ids) + text.answer_ids
+        ]
+        return wanted[1:]
 
 
 @dataclass(frozen=True)

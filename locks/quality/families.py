@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from locks.models import SetupError
-from locks.quality import infinitebench, longbench, reading, reasoning, ruler
+from locks.quality import infinitebench, longbench, longgen, reading, reasoning, ruler
 from locks.quality.example import Task
 from locks.quality.text import read_prose
 
@@ -24,7 +24,7 @@ class Options:
 
     Attributes:
         tasks: names; empty for all that can be made.
-        lengths: tokens of a prompt and its answer.
+        lengths: tokens of a prompt and its answer; of longgen, tokens that are decoded.
         count: examples of a task, at most; None for the family's own.
         seed: of what is drawn.
         samples: answers an example, where they are drawn.
@@ -59,12 +59,16 @@ class Options:
 
 
 class Family(NamedTuple):
-    """Tasks of one kind: `make` checks the options and returns what makes the tasks; `packages` are what it imports."""
+    """Tasks of one kind: `make` checks the options and returns what makes the tasks; `packages` are what it imports.
+
+    `forced`: nothing is generated, texts are read a token a step.
+    """
 
     make: Callable[[Options], Make]
     tasks: Sequence[str]
     packages: Sequence[str] = ()
     count: int | None = None
+    forced: bool = False
 
     def prepare(self, options: Options) -> Make:
         """What makes the tasks.
@@ -121,6 +125,15 @@ def _needles(options: Options) -> Make:
     ]
 
 
+def _longgen(options: Options) -> Make:
+    options.chosen(("longgen",))
+    prose, count, seed, chat = read_prose(options.haystack), options.count or 0, options.seed, options.chat
+    return lambda tokenizer: [
+        longgen.task(tokenizer, length, count=count, seed=seed, prose=prose, chat=chat)
+        for length in options.lengths
+    ]
+
+
 def _longbench(options: Options) -> Make:
     records = longbench.read(
         options.data, options.chosen(longbench.TASKS, _present(options, longbench.TASKS))
@@ -163,8 +176,9 @@ def _reasoning(name: str, options: Options) -> Make:
 
 FAMILIES = {
     "ruler": Family(_ruler, ruler.TASKS, ("wonderwords",), 100),
-    "needles": Family(_needles, ("needles",), count=16),
-    "perplexity": Family(_perplexity, ("perplexity",), count=16),
+    "needles": Family(_needles, ("needles",), count=16, forced=True),
+    "perplexity": Family(_perplexity, ("perplexity",), count=16, forced=True),
+    "longgen": Family(_longgen, ("longgen",), ("wonderwords",), 16, forced=True),
     "longbench": Family(_longbench, longbench.TASKS, ("rouge", "jieba", "fuzzywuzzy")),
     "math500": Family(functools.partial(_reasoning, "math500"), ("math500",), ("math_verify",)),
     "aime": Family(functools.partial(_reasoning, "aime"), ("aime",), ("math_verify",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from locks.quality.methods import FULL
 from locks.quality.summary import MEAN
 
 # Told apart without colour too.
-MARKERS = "osD^vPX*<>"
+MARKERS = "osD^vPX*<>hpd8H"
 
 
 def scores(summary: Sequence[Row], path: Path) -> None:
@@ -25,9 +26,8 @@ def scores(summary: Sequence[Row], path: Path) -> None:
     chosen += [row for row in summary if row["length"] not in lengths]
     panels = list(dict.fromkeys((row["length"], row["task"]) for row in chosen))
     names = [name for name in dict.fromkeys(row["selector"] for row in chosen) if name != FULL]
-    looks = dict(
-        zip(names, zip(sns.color_palette("colorblind", len(names)), MARKERS, strict=False), strict=False)
-    )
+    colors = sns.color_palette("colorblind", len(names))
+    looks = dict(zip(names, zip(colors, itertools.cycle(MARKERS), strict=False), strict=True))
     with sns.axes_style("whitegrid", {"grid.color": "#e4e4e4"}), sns.plotting_context("notebook"):
         figure = Figure(figsize=(13, 5 * len(panels)), layout="constrained")
         axes = figure.subplots(len(panels), 2, squeeze=False, sharey="row")

@@ -1,4 +1,4 @@
-"""What is compared: full attention, and ways to choose pages at every budget, named as in the results."""
+"""What is compared: full attention, ways to choose pages and ways to evict tokens, named as in the results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from locks.format import PAGES, SummaryFormat
 from locks.pages import budget_pages, scored
+from locks.quality.evictors import EVICTORS
 from locks.selectors import SELECTORS, KeepsNothing, Selector, make_selector
 from locks.torch_impl import total_mass
 from locks.types import PageMass
 
 FULL = "full"
 STREAMING = "streaming"
-NAMES = (*SELECTORS, STREAMING)
+NAMES = (*SELECTORS, STREAMING, *EVICTORS)
 # Those whose size follows a record's format.
 SIZED = ("locks", "shared")
 
@@ -60,7 +61,8 @@ class Streaming(KeepsNothing):
 
 @dataclass(frozen=True)
 class Method:
-    """A selector by name: "quest", "locks" (the default record), "locks-r8", "locks-r4c8" (8-bit coefficients).
+    """A selector or an evictor by name: "quest", "h2o", "locks" (the default record), "locks-r8", "locks-r4c8" (8-bit
+    coefficients).
 
     `spec` is that name; `fmt` the record that it scores with or whose bytes it matches, None for the others.
     """
@@ -71,9 +73,11 @@ class Method:
     fmt: SummaryFormat | None
 
     def make(self, head_dim: int) -> Selector:
-        """The selector for keys of that width."""
+        """The selector, or the evictor, for keys of that width."""
         if self.selector == STREAMING:
             return Streaming(self.page)
+        if self.selector in EVICTORS:
+            return EVICTORS[self.selector](self.page)
         fmt = SummaryFormat(page=self.page) if self.fmt is None else self.fmt
         return make_selector(self.selector, fmt, head_dim)
 
@@ -100,7 +104,7 @@ def parse_methods(text: str, page: int = 16) -> list[Method]:
 
 
 def _method(spec: str, page: int) -> Method:
-    matched = re.fullmatch(r"([a-z]+)(?:-r(\d+)(?:c(\d+))?)?", spec)
+    matched = re.fullmatch(r"([a-z0-9]+)(?:-r(\d+)(?:c(\d+))?)?", spec)
     name = matched[1] if matched else ""
     if matched is None or name not in NAMES or (matched[2] and name not in SIZED):
         sized = " or ".join(SIZED)

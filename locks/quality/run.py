@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from locks.quality import engine
+from locks.quality.evictors import Evictor
 from locks.quality.example import Example, Task, draw
 from locks.quality.log import Key, Log, Row
 from locks.quality.methods import FULL, Method
@@ -88,12 +89,13 @@ def run(model: Any, tokenizer: Any, plan: Plan, log: Log, done: Callable[[], Non
             bar.set_description(f"{task.name} {task.length}")
             wanted = set(missing[task])
             indices = sorted({key[2] for key in wanted})
-            for some in _batches(indices, max(1, plan.batch // task.samples) if together else 1):
+            for some in batches(indices, max(1, plan.batch // task.samples) if together else 1):
                 _answer(model, tokenizer, plan, task, some, wanted, log, bar)
                 done()
 
 
-def _batches(indices: list[int], size: int) -> Iterator[list[int]]:
+def batches(indices: list[int], size: int) -> Iterator[list[int]]:
+    """The numbers in their order, `size` at a time."""
     for first in range(0, len(indices), size):
         yield indices[first : first + size]
 
@@ -113,17 +115,31 @@ def _answer(
     repeats = len(examples[0].forced) or task.samples
     # Forced texts bring their own last tokens of the prompt.
     tail = 0 if examples[0].forced else plan.tail
-    prefilled = engine.prefill(model, [e.ids[: len(e.ids) - tail] for e in examples])
-    for method in [None, *plan.methods]:
-        mine = [
+    lines = {
+        method: [
             config
             for config in plan.configs
             if config.method is method
             and any(plan.key(task, i, s, config) in wanted for i in indices for s in range(task.samples))
         ]
+        for method in [None, *plan.methods]
+    }
+    makers = {
+        method: None if method is None else method.make(model.config.head_dim)
+        for method, mine in lines.items()
+        if mine
+    }
+    evictors = [maker for maker in makers.values() if isinstance(maker, Evictor)]
+    cuts = [len(example.ids) - tail for example in examples]
+    prefilled = engine.prefill(
+        model,
+        [example.ids[:cut] for example, cut in zip(examples, cuts, strict=True)],
+        evictors,
+        [example.ids[cut:] for example, cut in zip(examples, cuts, strict=True)],
+    )
+    for method, mine in lines.items():
         if mine:
-            selector = None if method is None else method.make(model.config.head_dim)
-            session = engine.Session(model, prefilled, selector, repeats)
+            session = engine.Session(model, prefilled, makers[method], repeats)
         for config in mine:
             began = time.perf_counter()
             session.rewind(config.budget)
@@ -139,7 +155,7 @@ def _answer(
             rows = [
                 row
                 for example, made in zip(examples, answers, strict=True)
-                for row in _rows(task, example, made, facts)
+                for row in result_rows(task, example, made, facts)
                 if plan.key(task, row["index"], row["sample"], config) in wanted
             ]
             log.append(rows)
@@ -176,25 +192,39 @@ def _answers(
                 for rng in [draw(plan.seed, "sample", task.name, example.index, sample)]
             ]
         )
-    stops = {*task.stop_ids, *stop_ids(session.model, tokenizer)}
+    stops = {*task.stop_ids, *stop_ids(session.model.generation_config, tokenizer)}
     new = session.generate([row.ids[len(row.ids) - tail :] for row in rows], limits, sorted(stops), uniforms)
     made = [(tokenizer.decode(ids, skip_special_tokens=True), len(ids)) for ids in new]
     return [made[i * task.samples : (i + 1) * task.samples] for i in range(len(examples))]
 
 
-def stop_ids(model: Any, tokenizer: Any) -> set[int]:
+def most_tokens(example: Example) -> int:
+    """How long a row can get: the prompt and its answer, or the longest of the forced texts."""
+    read = max((len(text.feed) for text in example.forced), default=0)
+    return len(example.ids) + example.max_new_tokens + read
+
+
+def stop_ids(generation_config: Any, tokenizer: Any) -> set[int]:
     """The tokens that end a text, by the model's generation config and the tokenizer."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = getattr(generation_config, "eos_token_id", None)
     listed = ends if isinstance(ends, list) else [ends]
     return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
 
 
-def _rows(task: Task, example: Example, made: list[Any], facts: Row) -> Iterator[Row]:
+def result_rows(task: Task, example: Example, made: list[Any], facts: Row) -> Iterator[Row]:
+    """A row for each sample of an example.
+
+    Args:
+        task: that it is of.
+        example: the prompt.
+        made: for each sample the text and how many tokens it has, or what was made of the forced texts.
+        facts: the columns that the line and its traffic give.
+    """
     for sample, answer in enumerate(made):
         row = {"task": task.name, "length": task.length, "index": example.index, "sample": sample, **facts}
         if example.forced:
             scores = task.score(example, answer)
-            prompt = len(example.ids) + max(len(text.feed) for text in example.forced)
+            prompt = most_tokens(example)
             more: Row = {"tokens": sum(text.total for text in answer)}
         else:
             text, count = answer

@@ -143,7 +143,7 @@ def ask(batch: Batch, config: hf.LocksConfig, at_column: Callable[[int], None] |
                 ids[:, new],
                 attention_mask=mask,
                 position_ids=position[:, new],
-                **hf.cache_argument(model, cache),
+                **hf.cache_argument(batch.model, cache),
             ).logits
             for row, q in enumerate(questions):
                 digits = range(len(q.input_ids) - len(q.answer_ids), len(q.input_ids))

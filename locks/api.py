@@ -6,8 +6,8 @@ Every operation works on a paged cache: `k_cache [num_blocks, Hkv, block, D]`, `
 allowed everywhere: it has no pages, its output is 0 and its lse -inf. Beside queries a table may have B / q_len rows:
 then q_len rows of `q` and `seq_lens`, one behind the other, are one sequence's, the tokens of a speculative step, each
 with its own length. Nothing waits for the device unless `debug=True`, which checks the values of lengths, block ids and
-page ids too. Values out of range without it: a length above the
-table's room counts as the room, a block id outside the cache is undefined behaviour (as an index error on a GPU is).
+page ids too. Values out of range without it: a length above the table's room counts as the room, a block id outside the
+cache is undefined behaviour (as an index error on a GPU is).
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _query_table(block_table: Tensor, seq_lens: Tensor, dims: dict[str, int], de
     checks.tensor("seq_lens", seq_lens, ("B",), dims, dtypes=[torch.int32], device=device)
     rows, sequences = dims["B"], dims["B / q_len"]
     if rows != sequences and (sequences == 0 or rows % sequences):
-        raise ValueError(f"block_table: expected a number of rows that divides {rows}, q's, got {sequences}")
+        want, got = ([x, dims["max_blocks"]] for x in (rows, sequences))
+        raise ValueError(f"block_table: expected int32 whose rows divide those of {want}, got int32 {got}")
 
 
 def _row_table(block_table: Tensor, rows: int) -> Tensor:

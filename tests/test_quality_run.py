@@ -125,9 +125,12 @@ def test_an_interrupted_process_keeps_what_it_has(model: Path, tmp_path: Path):
     command += ["--tasks", "niah_single_1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
     log = tmp_path / "ruler.jsonl"
+    # Where the tests run in a shell's background, interrupts are ignored, and a child's would be too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
+        signal.signal(signal.SIGINT, before)
         try:
             deadline = time.monotonic() + 120
             while not (log.exists() and log.read_bytes().count(b"\n") > 5) and time.monotonic() < deadline:

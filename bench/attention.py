@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import triton
 import typer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -206,19 +205,7 @@ def measure_rank(
 
     def merge(x: Layer, ids: Any) -> Callable[[], Any]:
         attend_op.attend(x.q, x.k, x.v, x.table, x.lens, *ids, page=PAGE, scale=scale, out=merged, work=work)
-        kernel: Any = attend_op.merge_kernel
-        return lambda: kernel[(shape.Hq, shape.B)](
-            *work,
-            *merged,
-            *work.part.stride()[:3],
-            *work.lse.stride()[:2],
-            *merged[0].stride()[:2],
-            merged[1].stride(0),
-            work.part.shape[2],
-            DV=shape.D,
-            BLOCK_S=16,
-            BLOCK_DV=triton.next_power_of_2(shape.D),
-        )
+        return lambda: attend_op.merge(work, merged)
 
     def step(x: Layer, r: Tensor) -> Callable[[], Any]:
         return lambda: api.decode(x.q, x.k, x.v, r, x.table, x.lens, fmt, budget=shape.budget, impl="triton")

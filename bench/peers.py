@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from locks.baselines import PageState
-from locks.kernels.score import CHUNK, log_sum, total_kernel
+from locks.kernels.score import CHUNK, add_candidates, log_sum, total_kernel
 from locks.types import PageMass
 
 
@@ -41,16 +41,6 @@ def load_queries(
     off_d = tl.arange(0, BLOCK_D)
     at = q_ptr + row * stride_q_b + (head * G + off_g)[:, None] * stride_q_h + off_d[None, :]
     return tl.load(at, mask=(off_g < G)[:, None] & (off_d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def add_candidates(log_mass, off_n, last, best, mass):
-    """best and mass [BLOCK_G] of a running log-sum-exp, with the finite candidates of log_mass [BLOCK_G, BLOCK_N]."""
-    counts = ((off_n > 0) & (off_n < last))[None, :] & (tl.abs(log_mass) < float("inf"))
-    counted = tl.where(counts, log_mass, -float("inf"))
-    new = tl.maximum(best, tl.max(counted, 1))
-    safe = tl.where(new == -float("inf"), 0.0, new)
-    return new, mass * tl.exp(best - safe) + tl.sum(tl.exp(counted - safe[:, None]), 1)
 
 
 @triton.jit

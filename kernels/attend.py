@@ -203,6 +203,26 @@ def workspace(
     )
 
 
+def merge(work: Workspace, out: tuple[Tensor, Tensor]) -> None:
+    """Writes the splits' parts added up, and their lse, into out [B, Hq, Dv] and lse [B, Hq]."""
+    (part, part_lse), (result, lse) = work, out
+    B, Hq, DV = result.shape
+    merge_kernel[(Hq, B)](
+        part,
+        part_lse,
+        result,
+        lse,
+        *part.stride()[:3],
+        *part_lse.stride()[:2],
+        *result.stride()[:2],
+        lse.stride(0),
+        part.shape[2],
+        DV=DV,
+        BLOCK_S=16,
+        BLOCK_DV=triton.next_power_of_2(DV),
+    )
+
+
 def attend(
     q: Tensor,
     k_cache: Tensor,
@@ -240,7 +260,6 @@ def attend(
         torch.empty((B, Hq, DV), dtype=q.dtype, device=q.device),
         torch.empty((B, Hq), dtype=torch.float32, device=q.device),
     )
-    BLOCK_DV = triton.next_power_of_2(DV)
     attend_kernel[(splits, Hkv, B)](
         q,
         k_cache,
@@ -270,22 +289,9 @@ def attend(
         PAGES=config.block_n,
         BLOCK_G=max(16, triton.next_power_of_2(Hq // Hkv)),
         BLOCK_D=triton.next_power_of_2(D),
-        BLOCK_DV=BLOCK_DV,
+        BLOCK_DV=triton.next_power_of_2(DV),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    merge_kernel[(Hq, B)](
-        part,
-        part_lse,
-        result,
-        lse,
-        *part.stride()[:3],
-        *part_lse.stride()[:2],
-        *result.stride()[:2],
-        lse.stride(0),
-        splits,
-        DV=DV,
-        BLOCK_S=16,
-        BLOCK_DV=BLOCK_DV,
-    )
+    merge(work, (result, lse))
     return result, lse

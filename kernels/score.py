@@ -33,6 +33,16 @@ def log_sum(best, mass):
 
 
 @triton.jit
+def add_candidates(log_mass, off_n, last, best, mass):
+    """best and mass [BLOCK_G] of a running log-sum-exp, with the finite candidates of log_mass [BLOCK_G, BLOCK_N]."""
+    counts = ((off_n > 0) & (off_n < last))[None, :] & (tl.abs(log_mass) < float("inf"))
+    counted = tl.where(counts, log_mass, -float("inf"))
+    new = tl.maximum(best, tl.max(counted, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    return new, mass * tl.exp(best - safe) + tl.sum(tl.exp(counted - safe[:, None]), 1)
+
+
+@triton.jit
 def score_kernel(
     q_ptr,
     rec_ptr,
@@ -124,12 +134,7 @@ def score_kernel(
             marked = (variance == float("inf"))[None, :]
             log_mass = tl.where(marked, float("inf"), top + tl.log(summed) + spread)
             log_mass = tl.where(live[None, :], log_mass, -float("inf"))
-            counts = ((off_n > 0) & (off_n < last))[None, :] & (tl.abs(log_mass) < float("inf"))
-            counted = tl.where(counts, log_mass, -float("inf"))
-            new = tl.maximum(best, tl.max(counted, 1))
-            safe = tl.where(new == -float("inf"), 0.0, new)
-            mass = mass * tl.exp(best - safe) + tl.sum(tl.exp(counted - safe[:, None]), 1)
-            best = new
+            best, mass = add_candidates(log_mass, off_n, last, best, mass)
         at = log_mass_ptr + row * stride_m_b + q_head[:, None] * stride_m_h + off_n[None, :]
         tl.store(at, log_mass, mask=mask_g[:, None] & (off_n < max_pages)[None, :])
     partial = log_sum(best, mass)

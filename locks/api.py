@@ -78,7 +78,7 @@ def _query_table(block_table: Tensor, seq_lens: Tensor, dims: dict[str, int], de
         raise ValueError(f"block_table: expected int32 whose rows divide those of {want}, got int32 {got}")
 
 
-def _row_table(block_table: Tensor, rows: int) -> Tensor:
+def row_table(block_table: Tensor, rows: int) -> Tensor:
     """A table with a row for every query row."""
     sequences = block_table.shape[0]
     return block_table if rows == sequences else block_table.repeat_interleave(rows // sequences, 0)
@@ -181,7 +181,7 @@ def _query(
     _records(records, fmt, dims, q.device)
     checks.groups(dims)
     if debug:
-        table = _row_table(block_table, dims["B"])
+        table = row_table(block_table, dims["B"])
         checks.table_values(table, seq_lens, dims["num_blocks"], dims["block / P"] * fmt.page)
     return dims
 
@@ -227,7 +227,7 @@ def page_logits(
         return load_impl(impl).page_logits(
             q,
             records,
-            _row_table(block_table, dims["B"]),
+            row_table(block_table, dims["B"]),
             seq_lens,
             fmt,
             scale=dims["D"] ** -0.5 if scale is None else scale,
@@ -283,7 +283,7 @@ def page_mass(
         return load_impl(impl).page_mass(
             q,
             records,
-            block_table if impl == "triton" else _row_table(block_table, dims["B"]),
+            block_table if impl == "triton" else row_table(block_table, dims["B"]),
             seq_lens,
             fmt,
             scale=dims["D"] ** -0.5 if scale is None else scale,
@@ -423,7 +423,7 @@ def sparse_attention(
     checks.tensor("page_ids", ids, ("B", "Hkv", "M"), dims, dtypes=[torch.int32], device=q.device)
     checks.tensor("counts", counts, ("B", "Hkv"), dims, dtypes=[torch.int32], device=q.device)
     if debug:
-        table = _row_table(block_table, dims["B"])
+        table = row_table(block_table, dims["B"])
         checks.table_values(table, seq_lens, dims["num_blocks"], dims["block"])
         checks.page_list_values(ids, counts, seq_lens, page)
     impl = resolve_impl(impl, q.device, q.dtype)
@@ -435,7 +435,7 @@ def sparse_attention(
             q,
             k_cache,
             v_cache,
-            block_table if impl == "triton" else _row_table(block_table, dims["B"]),
+            block_table if impl == "triton" else row_table(block_table, dims["B"]),
             seq_lens,
             pages,
             page=page,
@@ -531,7 +531,7 @@ def decode(
     checks.scale(scale)
     checks.window(window_pages)
     if wanted is not None or certificate:
-        block_table = _row_table(block_table, dims["B"])
+        block_table = row_table(block_table, dims["B"])
     work, heads = load_impl(resolve_impl(impl, q.device, q.dtype)), k_cache.shape[1]
     some = q.shape[0] > 0 and block_table.shape[1] > 0
     chosen = {"page": fmt.page, "budget": budget, "window_pages": window_pages}

@@ -161,12 +161,9 @@ class Decoder:
         for name, value, heads, width in (("q", q, "Hq", "D"), ("k", k, "Hkv", "D"), ("v", v, "Hkv", "Dv")):
             axes = ("rows", heads, width)
             checks.tensor(name, value, axes, self._dims, dtypes=[k_cache.dtype], device=k_cache.device)
-        table = self.block_table
-        more = {}
+        table, more = self.block_table, {"buffers": self._buffers}
         if self.impl == "torch":
-            table = table.repeat_interleave(self.q_len, 0)
-        else:
-            more = {"buffers": self._buffers}
+            table, more = api.row_table(table, len(self.row_lens)), {}
         with api.on_device(k_cache.device):
             self._work.append(k, v, k_cache, v_cache, table, self.row_lens)
             if self.q_len > 1:

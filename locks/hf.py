@@ -14,6 +14,7 @@ Layers with a sliding window stay dense within their window.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class _Handle:
     def __init__(self, base: PreTrainedModel, config: LocksConfig) -> None:
         self.base, self.config = base, config
         self.previous = base.config._attn_implementation
-        self.names = _parameters(base)
+        self.names = _parameters(type(base))
         self.cache_name = _cache_name(base)
         self.probing = False
         self.counters: dict[int, _Counter] = {}
@@ -434,13 +435,15 @@ def _probe(model: PreTrainedModel, handle: _Handle) -> None:
         handle.counters.clear()
 
 
-def _parameters(base: nn.Module) -> Sequence[str]:
+# Asked at every step.
+@functools.cache
+def _parameters(kind: type[nn.Module]) -> Sequence[str]:
     """Names of the forward pass's positional parameters."""
-    return list(inspect.signature(type(base).forward).parameters)[1:]
+    return list(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _cache_name(model: nn.Module) -> str:
-    return next(name for name in _CACHE_NAMES if name in _parameters(model))
+    return next(name for name in _CACHE_NAMES if name in _parameters(type(model)))
 
 
 def cache_argument(model: nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
@@ -460,7 +463,7 @@ def _refuse_model(model: PreTrainedModel, base: PreTrainedModel) -> None:
         refuse("it is an encoder-decoder model")
     if config.get_text_config(decoder=True) is not config:
         refuse("it is a model of several modalities", "load its text model alone")
-    if not set(_CACHE_NAMES) & set(_parameters(base)):
+    if not set(_CACHE_NAMES) & set(_parameters(type(base))):
         refuse("it keeps no key/value cache (a state-space or recurrent model)")
     if (
         getattr(config, "alibi", False)

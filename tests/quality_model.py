@@ -1,4 +1,4 @@
-"""A model for the quality tests: a random Llama of two layers with a tokenizer of bytes, which reads any text."""
+"""Models for the quality tests: a random Llama of two layers with a tokenizer of bytes, which reads any text."""
 
 from pathlib import Path
 
@@ -34,3 +34,23 @@ def save_model(path: Path) -> Path:
         tokenizer_object=letters, eos_token="<end>", clean_up_tokenization_spaces=False
     ).save_pretrained(path)
     return path
+
+
+def sliding_model(vocab_size: int) -> transformers.Qwen2ForCausalLM:
+    """A random Qwen 2 with one global layer and one that has a window of 32 tokens."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=32,
+        use_sliding_window=True,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.Qwen2ForCausalLM(config).eval()

@@ -121,22 +121,9 @@ def test_selectors_follow_each_other_on_one_batch(model, rows):
 
 
 def test_a_model_with_sliding_windows_is_answered_row_by_row(rows):
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=50,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        layer_types=["full_attention", "sliding_attention"],
-        sliding_window=32,
-        use_sliding_window=True,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    sliding = transformers.Qwen2ForCausalLM(config).eval()
+    from tests.quality_model import sliding_model
+
+    sliding = sliding_model(50)
     expected = plain(sliding, rows[1], 20)
     with engine.enabled(sliding):
         assert not engine.pads(sliding)

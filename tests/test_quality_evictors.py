@@ -15,7 +15,7 @@ from locks.cli import app
 from locks.quality import engine, held, methods
 from locks.quality.evictors import EVICTORS, redundancy
 from locks.types import PageMass
-from tests.quality_model import save_model
+from tests.quality_model import save_model, sliding_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -309,22 +309,7 @@ def test_an_evictor_wants_a_watched_batch_and_its_cache_cannot_be_rolled_back(mo
 
 
 def test_evictors_keep_the_windows_of_a_model_that_has_some():
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        layer_types=["full_attention", "sliding_attention"],
-        sliding_window=32,
-        use_sliding_window=True,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    sliding = transformers.Qwen2ForCausalLM(config).eval()
+    sliding = sliding_model(256)
     prompts = ids(130)
     evictors = [EVICTORS[name]() for name in NAMES]
     with engine.enabled(sliding):

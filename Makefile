@@ -48,7 +48,8 @@ analysis: $(ANALYSIS) ## rank, blindness and selection on a real model, at a red
 	$(BIN)/python analysis/report.py $(if $(wildcard analysis/results/reduced),--compare analysis/results/reduced) $(ARGS)
 
 .PHONY: bench
-bench: $(DEV) ## on a GPU machine: every stage's device time, to bench/results/h200/attention.json
+bench: $(DEV) ## on a GPU machine: a gated benchmark of every stage, then all shapes: bench/results/h200/attention.json
+	$(BIN)/python -m pytest bench/test_stages.py
 	PYTHONPATH=. $(BIN)/python bench/attention.py $(ARGS)
 	PYTHONPATH=. $(BIN)/python bench/figures.py
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from locks.baselines import PageState
+from locks.kernels.dependent import dependent
 from locks.kernels.score import CHUNK, add_candidates, log_sum, total_kernel
 from locks.types import PageMass
 
@@ -208,7 +209,14 @@ def _scan(
         num_warps=4,
     )
     total_kernel[(Hq, B)](
-        partial, total, *partial.stride()[:2], total.stride(0), chunks, BLOCK_C=1024, num_warps=4
+        partial,
+        total,
+        *partial.stride()[:2],
+        total.stride(0),
+        chunks,
+        BLOCK_C=1024,
+        num_warps=4,
+        **dependent(total_kernel, q.device),
     )
     return PageMass(log_mass, total)
 

@@ -49,6 +49,8 @@ LIMITS = {
     120: Limits(48, 24, 100 * 1024),
 }
 REGISTERS = 65536
+# Each has its own registers, a quarter of them, and its own warps.
+SUB_PARTITIONS = 4
 # Kept back by the system, of every program.
 SHARED_RESERVED = 1024
 
@@ -70,9 +72,8 @@ def occupancy(used: Resources, arch: int) -> int:
     shared = used.shared_bytes + SHARED_RESERVED
     # Registers are given to a warp, 256 at a time.
     of_warp = -(-used.registers * 32 // 256) * 256
-    return min(
-        of.programs, of.warps // used.warps, REGISTERS // of_warp // used.warps, of.shared_bytes // shared
-    )
+    warps = REGISTERS // SUB_PARTITIONS // of_warp * SUB_PARTITIONS
+    return min(of.programs, of.warps // used.warps, warps // used.warps, of.shared_bytes // shared)
 
 
 def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], arch: int) -> Resources:
@@ -96,6 +97,9 @@ def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], arc
             divisible = value % 16 == 0 and not parameter.do_not_specialize
         if divisible:
             aligned[(i,)] = [["tt.divisibility", 16]]
+    if arch < 90 and "DEPENDENT" in constants:
+        # Older GPUs have no such instruction.
+        constants["DEPENDENT"] = False
     source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .config import KernelConfig, device_name, tuned
+from .dependent import dependent, release, wait
 
 
 @triton.jit
@@ -43,6 +44,7 @@ def attend_kernel(
     stride_l_b,
     stride_l_h,
     scale,
+    most,
     room,
     block_size,
     q_len,
@@ -54,8 +56,11 @@ def attend_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Partial output and lse of one split; a split without tokens gives 0 and -inf."""
+    wait(DEPENDENT)
+    release(DEPENDENT)
     split = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -68,6 +73,9 @@ def attend_kernel(
     q_head = head * G + off_g
     length = tl.minimum(tl.load(seq_lens_ptr + row), room)
     count = tl.load(counts_ptr + row * stride_c_b + head)
+    slot = split * PAGES + off_t // P
+    # Does not wait for the count; what is listed behind it is left out below.
+    page = tl.load(ids_ptr + row * stride_i_b + head * stride_i_h + slot, mask=slot < most, other=-1)
     out_at = (
         row * stride_o_b + q_head[:, None] * stride_o_h + split.to(tl.int64) * stride_o_s + off_v[None, :]
     )
@@ -77,10 +85,8 @@ def attend_kernel(
         tl.store(out_ptr + out_at, tl.zeros((BLOCK_G, BLOCK_DV), tl.float32), mask=out_mask)
         tl.store(lse_at, tl.full((BLOCK_G,), -float("inf"), tl.float32), mask=mask_g)
     else:
-        slot = split * PAGES + off_t // P
-        page = tl.load(ids_ptr + row * stride_i_b + head * stride_i_h + slot, mask=slot < count, other=-1)
         token = page * P + off_t % P
-        mask_t = (page >= 0) & (token < length)
+        mask_t = (slot < count) & (page >= 0) & (token < length)
         block_table_ptr += row // q_len * stride_t_b
         block = tl.load(block_table_ptr + token // block_size, mask=mask_t, other=0).to(tl.int64)
         place = (token % block_size).to(tl.int64)
@@ -132,8 +138,11 @@ def merge_kernel(
     DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """out = sum_s exp(lse_s - lse) part_s, BLOCK_S splits at a time in order; nan in a part stays nan."""
+    wait(DEPENDENT)
+    release(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     off_v = tl.arange(0, BLOCK_DV)
@@ -220,6 +229,7 @@ def merge(work: Workspace, out: tuple[Tensor, Tensor]) -> None:
         DV=DV,
         BLOCK_S=16,
         BLOCK_DV=triton.next_power_of_2(DV),
+        **dependent(merge_kernel, result.device),
     )
 
 
@@ -279,6 +289,7 @@ def attend(
         *part.stride()[:3],
         *part_lse.stride()[:2],
         scale,
+        M,
         block_table.shape[1] * block_size,
         block_size,
         B // block_table.shape[0],
@@ -292,6 +303,7 @@ def attend(
         BLOCK_DV=triton.next_power_of_2(DV),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **dependent(attend_kernel, q.device),
     )
     merge(work, (result, lse))
     return result, lse

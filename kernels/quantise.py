@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dependent import dependent, release, wait
 from .records import hadamard
 
 
@@ -21,12 +22,15 @@ def quantise_kernel(
     scale,
     G: tl.constexpr,
     D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Two int8 digits of up to 8 queries of a group, rotated.
 
     Of both halves of D there are 16 rows, 8 of high digits and 8 of low ones; the numbers are the value of one unit
     and |scale q|^2, scale in log2.
     """
+    wait(DEPENDENT)
+    release(DEPENDENT)
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -69,5 +73,13 @@ def quantise(q: Tensor, scale: float, digits: Tensor, numbers: Tensor) -> None:
     """Writes the digits, units and squared norms of scale * q [B, Hq, D] into `query_buffers`."""
     B, Hkv, tiles = digits.shape[:3]
     quantise_kernel[(tiles, Hkv, B)](
-        q, digits, numbers, *q.stride()[:2], scale, G=q.shape[1] // Hkv, D=q.shape[2], num_warps=1
+        q,
+        digits,
+        numbers,
+        *q.stride()[:2],
+        scale,
+        G=q.shape[1] // Hkv,
+        D=q.shape[2],
+        num_warps=1,
+        **dependent(quantise_kernel, q.device),
     )

@@ -19,6 +19,7 @@ from locks.format import mixed
 
 from . import score_hopper
 from .config import KernelConfig, device_name, tuned
+from .dependent import dependent, release, wait
 from .quantise import query_buffers
 from .records import load_query, page_bases, page_logits
 
@@ -143,9 +144,18 @@ def score_kernel(
 
 @triton.jit
 def total_kernel(
-    partial_ptr, total_ptr, stride_p_b, stride_p_h, stride_t_b, num_chunks, BLOCK_C: tl.constexpr
+    partial_ptr,
+    total_ptr,
+    stride_p_b,
+    stride_p_h,
+    stride_t_b,
+    num_chunks,
+    BLOCK_C: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Log-sum-exp of one head's partial totals, BLOCK_C at a time in page order."""
+    wait(DEPENDENT)
+    release(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     best = tl.full((1,), -float("inf"), tl.float32)
@@ -269,7 +279,14 @@ def score(
             raise ValueError(f"config: block_n: expected at most {CHUNK} pages, got {config.block_n}")
         _general(q, records, block_table, seq_lens, fmt, scale, window_pages, config, log_mass, partial)
     total_kernel[(Hq, B)](
-        partial, total, *partial.stride()[:2], total.stride(0), partial.shape[2], BLOCK_C=1024, num_warps=4
+        partial,
+        total,
+        *partial.stride()[:2],
+        total.stride(0),
+        partial.shape[2],
+        BLOCK_C=1024,
+        num_warps=4,
+        **dependent(total_kernel, partial.device),
     )
     return log_mass, total
 

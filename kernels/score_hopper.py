@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .balance import row_of_slot
 from .config import KernelConfig, device_name, tuned
+from .dependent import dependent, release, wait
 from .hopper_asm import (
     bf16_pair,
     coefs,
@@ -47,6 +48,9 @@ MAX_CHUNKS = 1024
 # By rank: registers of a program (a warp), and programs a multiprocessor that they leave room for.
 REGISTERS = {4: 128, 8: 128}
 PROGRAMS = {4: 16, 8: 16}
+
+# In tables of no more pages, whose scan is one short wave, the next launch costs more beside it than behind it.
+SHORT = 16384
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = 1.4426950408889634
@@ -301,6 +305,8 @@ def score_hopper_kernel(
     WHOLE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     ASM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):
     """log_mass of chunks pid, pid + programs, ... of one (row, KV head), and each chunk's log-sum-exp."""
     head = tl.program_id(1).to(tl.int64)
@@ -310,6 +316,7 @@ def score_hopper_kernel(
         _, _, work = scored_chunks(lengths, max_pages)
         row, pid, programs = row_of_slot(work, tl.program_id(0), slots, num_rows)
         if row >= num_rows:
+            wait(DEPENDENT)
             return
     else:
         row, pid, programs = 0, tl.program_id(0), tl.num_programs(0)
@@ -334,20 +341,9 @@ def score_hopper_kernel(
     partial_ptr += row * stride_p_b + head * G * stride_p_h
     if pid < chunks:
         for first in range(0, G, 8):
-            # [32, W]
-            digits = (digits_ptr + (item + first // 8) * (32 * H)).to(tl.pointer_type(tl.int32))
-            digits += (lane * W)[:, None] + tl.arange(0, W)
-            first_high, first_low = tl.load(digits), tl.load(digits + 2 * H)
-            second_high, second_low = tl.load(digits + 4 * H), tl.load(digits + 6 * H)
-            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + g)
-            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + g)
-            # An infinite variance stays infinite whatever the query is.
-            norm = tl.maximum(norm, 1e-30) * (0.5 * LN2)
             rounds = (chunks - pid + programs - 1) // programs * steps
             best = tl.full((32,), -float("inf"), tl.float32)
             mass = tl.zeros((32,), tl.float32)
-            query = (first_high, first_low, second_high, second_low)
-            step = unit * (0.0625 * UNIT)
             n = pid * 8 * steps
             places = load_places(block_table_ptr, n, last_block, lane, EACH, PER_BLOCK)
             pairs = ()
@@ -370,6 +366,20 @@ def score_hopper_kernel(
                     ),
                 )
             means = load_means(rec_ptr, places, n, lane, stride_r_b, stride_r_p, R, D, VECTORS_AT, PER_BLOCK)
+            # The first records are on their way while the query is quantised.
+            wait(DEPENDENT)
+            release(RELEASE)
+            # [32, W]
+            digits = (digits_ptr + (item + first // 8) * (32 * H)).to(tl.pointer_type(tl.int32))
+            digits += (lane * W)[:, None] + tl.arange(0, W)
+            first_high, first_low = tl.load(digits), tl.load(digits + 2 * H)
+            second_high, second_low = tl.load(digits + 4 * H), tl.load(digits + 6 * H)
+            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + g)
+            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + g)
+            # An infinite variance stays infinite whatever the query is.
+            norm = tl.maximum(norm, 1e-30) * (0.5 * LN2)
+            query = (first_high, first_low, second_high, second_low)
+            step = unit * (0.0625 * UNIT)
             next_n = ((pid + (1 >> log_steps) * programs) * steps + (1 & (steps - 1))) * 8
             places = load_places(block_table_ptr, next_n, last_block, lane, EACH, PER_BLOCK)
             # What a step has used is loaded for the next one at once, into the same registers; block numbers are
@@ -439,6 +449,7 @@ def score_hopper_kernel(
                     tl.store(to_partial, total, mask=(first + g < G) & (j == 0))
                     best = tl.full((32,), -float("inf"), tl.float32)
                     mass = tl.zeros((32,), tl.float32)
+    wait(DEPENDENT)
     # What lies behind the scored pages.
     page = tl.arange(0, FILL)
     for start in range(chunks + pid * FILL, max_chunks, programs * FILL):
@@ -502,6 +513,7 @@ def score_hopper(
     programs = PROGRAMS[fmt.rank] if config.programs is None else config.programs
     slots = max(1, min(B * partial.shape[2], programs_that_fit(q.device, programs) // Hkv))
     quantise(q, scale * LOG2E, digits, numbers)
+    waits = dependent(score_hopper_kernel, q.device)
     # More rows than one share their programs out by length: one long row has as many as if it were alone.
     score_hopper_kernel[(slots if B == 1 else slots + B, Hkv)](
         digits,
@@ -536,6 +548,8 @@ def score_hopper(
         ASM=compiled,
         num_warps=1,
         num_stages=1,
+        **waits,
+        RELEASE=waits["DEPENDENT"] and log_mass.shape[2] > SHORT,
         **({"maxnreg": config.registers} if compiled and config.registers is not None else {}),
     )
 

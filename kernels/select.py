@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .balance import row_of_slot
+from .dependent import dependent, release, wait
 from .select_tiles import tiles_kernel
 
 # Most keys that one program keeps in registers at once: pages without groups, groups, pages of the chosen groups.
@@ -39,13 +40,24 @@ PROGRAMS = 4096
 
 
 @triton.jit
-def group_share(log_mass_ptr, total_ptr, stride_m_h, off_n, mask_n, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """share of pages off_n: +inf for a marked page, 0 where nothing was scored."""
+def group_share(
+    log_mass_ptr,
+    total_ptr,
+    stride_m_h,
+    off_n,
+    mask_n,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
+    """share of pages off_n: +inf for a marked page, 0 where nothing was scored; waits for the totals alone."""
     off_g = tl.arange(0, BLOCK_G)
     mask_g = off_g < G
     # [BLOCK_G, BLOCK_N]
     at = log_mass_ptr + off_g.to(tl.int64)[:, None] * stride_m_h + off_n[None, :]
     x = tl.load(at, mask=mask_g[:, None] & mask_n[None, :], other=-float("inf"))
+    wait(DEPENDENT)
+    release(DEPENDENT)
     total = tl.load(total_ptr + off_g, mask=mask_g, other=-float("inf"))[:, None]
     # Without a finite candidate the total is -inf, and only marked pages have a share.
     known = tl.abs(total) < float("inf")
@@ -111,8 +123,13 @@ def keys_kernel(
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    EARLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Keys of the pages, of log-masses or with a G of 0 of shares, and the largest of each GROUP, if that is not 0."""
+    if not EARLY:
+        wait(DEPENDENT)
+        release(DEPENDENT)
     head = tl.program_id(1).to(tl.int64)
     if BLOCK_B > 1:
         off_b = tl.arange(0, BLOCK_B)
@@ -120,6 +137,7 @@ def keys_kernel(
         work = (keyed_pages(lengths, max_pages, window_pages, P, M) + BLOCK_N - 1) // BLOCK_N
         row, pid, programs = row_of_slot(work, tl.program_id(0), slots, num_rows)
         if row >= num_rows:
+            wait(DEPENDENT)
             return
     else:
         row, pid, programs = 0, tl.program_id(0), tl.num_programs(0)
@@ -135,7 +153,7 @@ def keys_kernel(
         mask_n = (off_n < limit) & (off_n < max_pages)
         if G > 0:
             totals = total_ptr + row * stride_t_b + head * G
-            x = group_share(source_ptr, totals, stride_x_h, off_n, mask_n, G, BLOCK_G)
+            x = group_share(source_ptr, totals, stride_x_h, off_n, mask_n, G, BLOCK_G, DEPENDENT and EARLY)
         else:
             x = tl.load(source_ptr + off_n, mask=mask_n, other=0.0)
         # nan counts as +inf.
@@ -146,6 +164,8 @@ def keys_kernel(
             groups = tl.reshape(key, (BLOCK_N // GROUP, GROUP))
             off_c = n // GROUP + tl.arange(0, BLOCK_N // GROUP)
             tl.store(maxima_ptr + off_c, tl.max(groups, 1))
+    # Programs without a page.
+    wait(DEPENDENT)
 
 
 @triton.jit
@@ -279,13 +299,17 @@ def select_kernel(
     BLOCK_C: tl.constexpr,
     SLOTS: tl.constexpr,
     WARPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """page_ids and count of one (row, KV head); of BLOCK_C groups, or with a GROUP of 0 of BLOCK_C pages."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
+    length = tl.load(seq_lens_ptr + row)
+    wait(DEPENDENT)
+    release(DEPENDENT)
     keys_ptr += row * stride_k_b + head * stride_k_h
     ids_ptr += row * stride_i_b + head * stride_i_h
-    pages = (tl.minimum(tl.load(seq_lens_ptr + row), max_pages * P) + P - 1) // P
+    pages = (tl.minimum(length, max_pages * P) + P - 1) // P
     tl.store(counts_ptr + row * stride_c_b + head, tl.minimum(pages, M))
     off_m = tl.arange(0, BLOCK_M)
     if pages <= M:
@@ -350,6 +374,7 @@ def plan(N: int, M: int) -> Plan:
     """
     # Eight keys a thread of four warps.
     fewest = 1024
+    block_n = max(128, min(512, triton.next_power_of_2(N) // 128))
     if N <= DIRECT:
         block_c = max(fewest, triton.next_power_of_2(N))
         return Plan(0, 0, 128, block_c, 8 if block_c > 2048 else 4)
@@ -361,7 +386,7 @@ def plan(N: int, M: int) -> Plan:
             cost = steps * (400 + block_c / 8) + 3.5 * (400 + slots * group / 8)
             if block_c <= MAX_GROUPS and slots * group <= IN_REGISTERS and cost < least:
                 few, many = sorted((block_c, slots * group))
-                best = Plan(group, slots, max(128, 4 * group), block_c, 8 if many > 2048 <= few else 4)
+                best = Plan(group, slots, max(block_n, 4 * group), block_c, 8 if many > 2048 <= few else 4)
                 least = cost
     return best
 
@@ -423,7 +448,7 @@ def select(
     work: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns page_ids [B, Hkv, M] int32, ascending, -1 behind the last, and counts [B, Hkv] int32; M = `pages`."""
-    return _select(share, None, seq_lens, share.shape[1], page, pages, window_pages, out, work)
+    return _select(share, None, seq_lens, share.shape[1], page, pages, window_pages, False, out, work)
 
 
 def select_from_mass(
@@ -435,17 +460,19 @@ def select_from_mass(
     page: int,
     pages: int,
     window_pages: int,
+    early: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
     work: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what `select` does for the shares of log_mass [B, Hq, N] and total [B, Hq], which are not stored.
 
-    With `out` and `work` (see `workspace`) nothing is allocated.
+    `early`: the launch right before wrote neither log_mass nor seq_lens, as it is behind `score.score`; they are read
+    while it runs. With `out` and `work` (see `workspace`) nothing is allocated.
 
     Raises:
         ValueError: a buffer of `work` that is too small.
     """
-    return _select(log_mass, total, seq_lens, num_kv_heads, page, pages, window_pages, out, work)
+    return _select(log_mass, total, seq_lens, num_kv_heads, page, pages, window_pages, early, out, work)
 
 
 def _select(
@@ -456,6 +483,7 @@ def _select(
     page: int,
     pages: int,
     window_pages: int,
+    early: bool,
     out: tuple[Tensor, Tensor] | None,
     work: Workspace | None,
 ) -> tuple[Tensor, Tensor]:
@@ -496,7 +524,9 @@ def _select(
         GROUP=shape.group,
         BLOCK_N=shape.block_n,
         BLOCK_B=triton.next_power_of_2(B),
+        EARLY=early,
         num_warps=min(8, shape.block_n // 128),
+        **dependent(keys_kernel, device),
     )
     if not shape.block_c:
         tiles_kernel[(num_kv_heads, B)](
@@ -540,5 +570,6 @@ def _select(
         num_warps=shape.warps,
         # Few programs: registers limit none, but for more of them at once the assembler would spill.
         maxnreg=255,
+        **dependent(select_kernel, device),
     )
     return ids, counts

@@ -530,17 +530,21 @@ def decode(
     wanted = _coverage(coverage, coverage_certified, budget, fmt)
     checks.scale(scale)
     checks.window(window_pages)
-    if wanted is not None or certificate:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    impl = resolve_impl(impl, q.device, q.dtype)
+    if wanted is not None or certificate or impl == "torch":
         block_table = row_table(block_table, dims["B"])
-    work, heads = load_impl(resolve_impl(impl, q.device, q.dtype)), k_cache.shape[1]
+    work, heads = load_impl(impl), k_cache.shape[1]
     some = q.shape[0] > 0 and block_table.shape[1] > 0
-    chosen = {"page": fmt.page, "budget": budget, "window_pages": window_pages}
+    chosen = {"budget": budget, "window_pages": window_pages}
     room = block_table.shape[1] * dims["block / P"]
-    plain = wanted is None and some
-    # No row can be longer than the budget: there is nothing to choose.
-    if plain and not certificate and not debug and room <= budget_pages(budget, fmt.page, window_pages):
+    if some and wanted is None and not certificate and not debug:
         with on_device(q.device):
-            pages = work.every_page(seq_lens, heads, room=room, **chosen)
+            # No row can be longer than the budget: there is nothing to choose.
+            if room <= budget_pages(budget, fmt.page, window_pages):
+                pages = work.every_page(seq_lens, heads, room=room, page=fmt.page, **chosen)
+            else:
+                pages = work.choose_pages(q, records, block_table, seq_lens, fmt, scale=scale, **chosen)
         return Decoded(
             *sparse_attention(
                 q, k_cache, v_cache, block_table, seq_lens, pages, page=fmt.page, scale=scale, impl=impl
@@ -560,13 +564,8 @@ def decode(
         impl=impl,
         debug=debug,
     )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if plain:
-        with on_device(q.device):
-            pages = work.select_from_mass(mass, seq_lens, heads, **chosen)
-    else:
-        share = page_share(mass, heads, impl=impl)
-        pages = select_pages(share, seq_lens, impl=impl, **chosen)
+    share = page_share(mass, heads, impl=impl)
+    pages = select_pages(share, seq_lens, page=fmt.page, impl=impl, **chosen)
     if wanted is not None and some:
         with on_device(q.device):
             pages = work.cover_pages(

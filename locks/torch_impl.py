@@ -179,6 +179,26 @@ def select_from_mass(
     return select_pages(share, seq_lens, page=page, budget=budget, window_pages=window_pages)
 
 
+def choose_pages(
+    q: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    *,
+    scale: float,
+    budget: int,
+    window_pages: int,
+) -> PageList:
+    """`select_from_mass` of `page_mass`."""
+    mass = page_mass(
+        q, records, block_table, seq_lens, fmt, scale=scale, window_pages=window_pages, exact=False
+    )
+    return select_from_mass(
+        mass, seq_lens, records.shape[1], page=fmt.page, budget=budget, window_pages=window_pages
+    )
+
+
 def every_page(
     seq_lens: Tensor, num_kv_heads: int, *, room: int, page: int, budget: int, window_pages: int
 ) -> PageList:
@@ -246,11 +266,8 @@ def decode_step(
     scale: float,
 ) -> Decoded:
     """Score, select, attend."""
-    mass = page_mass(
-        q, records, block_table, seq_lens, fmt, scale=scale, window_pages=window_pages, exact=False
-    )
-    chosen = {"page": fmt.page, "budget": budget, "window_pages": window_pages}
-    pages = select_from_mass(mass, seq_lens, k_cache.shape[1], **chosen)
+    chosen = {"scale": scale, "budget": budget, "window_pages": window_pages}
+    pages = choose_pages(q, records, block_table, seq_lens, fmt, **chosen)
     attended = sparse_attention(q, k_cache, v_cache, block_table, seq_lens, pages, page=fmt.page, scale=scale)
     return Decoded(*attended, pages)
 

@@ -103,6 +103,64 @@ def select_from_mass(
     )
 
 
+def choose_pages(
+    q: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    *,
+    scale: float,
+    budget: int,
+    window_pages: int,
+) -> PageList:
+    """`select_from_mass` of `page_mass`, not exact, bit by bit."""
+    pages = budget_pages(budget, fmt.page, window_pages)
+    return PageList(*_choose(q, records, block_table, seq_lens, fmt, scale, pages, window_pages))
+
+
+def _choose(
+    q: Tensor,
+    records: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    fmt: SummaryFormat,
+    scale: float,
+    pages: int,
+    window_pages: int,
+    *,
+    scored: PageMass | None = None,
+    scoring: score_op.Workspace | None = None,
+    selecting: select_op.Workspace | None = None,
+    out: PageList | None = None,
+) -> tuple[Tensor, Tensor]:
+    log_mass, total = score_op.score(
+        q,
+        records,
+        block_table,
+        seq_lens,
+        fmt,
+        scale=scale,
+        window_pages=window_pages,
+        exact=False,
+        whole=False,
+        out=scored,
+        work=scoring,
+    )
+    return select_op.select_from_mass(
+        log_mass,
+        total,
+        seq_lens,
+        records.shape[1],
+        page=fmt.page,
+        pages=pages,
+        window_pages=window_pages,
+        early=True,
+        out=out,
+        work=selecting,
+    )
+
+
 def every_page(
     seq_lens: Tensor, num_kv_heads: int, *, room: int, page: int, budget: int, window_pages: int
 ) -> PageList:
@@ -282,28 +340,19 @@ def decode_step(
         room = block_table.shape[1] * records.shape[2]
         every_op.every(seq_lens, records.shape[1], room=room, page=fmt.page, pages=M, out=buffers.pages)
     else:
-        score_op.score(
+        _choose(
             q,
             records,
             block_table,
             seq_lens,
             fmt,
-            scale=scale,
-            window_pages=window_pages,
-            exact=False,
-            whole=False,
-            out=buffers.scored,
-            work=buffers.scoring,
-        )
-        select_op.select_from_mass(
-            *buffers.scored,
-            seq_lens,
-            records.shape[1],
-            page=fmt.page,
-            pages=M,
-            window_pages=window_pages,
+            scale,
+            M,
+            window_pages,
+            scored=buffers.scored,
+            scoring=buffers.scoring,
+            selecting=buffers.selecting,
             out=buffers.pages,
-            work=buffers.selecting,
         )
     attend_op.attend(
         q,

@@ -56,7 +56,9 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
         ids, counts = select.select(share, lengths, page=page, pages=16, window_pages=2)
         select.select_from_mass(log_mass, total, lengths, heads, page=page, pages=16, window_pages=2)
         wide = torch.zeros(2, heads * group, 65536)
-        select.select_from_mass(wide, total, lengths, heads, page=page, pages=128, window_pages=2)
+        for early in (False, True):
+            options = {"page": page, "pages": 128, "window_pages": 2, "early": early}
+            select.select_from_mass(wide, total, lengths, heads, **options)
         every.every(lengths, heads, room=64, page=page, pages=128)
         # A row longer than one program takes at once, with few groups to read and with many.
         long = torch.zeros(2, heads, 65536)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch import Tensor
 from typer import Typer
 from typer.testing import CliRunner
 
-from bench import attention, peers, timing
+from bench import attention, flash3, peers, timing
 from bench.attention import Report
 from bench.layers import L2_BYTES, MAX_LAYERS, MEMORY, SHAPES, Layer, Shape
 from locks import SummaryFormat, torch_impl, triton_impl
@@ -223,6 +226,132 @@ def test_the_gate_stops_a_wrong_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "quest_mass", lambda *args, **more: off(bound(*args, **more), 5))
     with pytest.raises(RuntimeError, match=r"quest: off by 0\.5"):
         attention.peers_gate(TINY, x, state)
+
+
+@pytest.mark.parametrize("error", [0.5, float("nan")])
+def test_the_gate_stops_wrong_dense_attention(error: float) -> None:
+    x = layer()
+    out = attention.dense(TINY, [x]).calls[0]().out
+    attention.dense_gate(TINY, x, "dense", out)
+    for row in range(TINY.B):
+        wrong = out.clone()
+        wrong[row] *= 1 + error
+        with pytest.raises(ArithmeticError, match=f"dense, row {row}: off by {error}"):
+            attention.dense_gate(TINY, x, "dense", wrong)
+
+
+class PagedFlash:
+    """In place of vLLM's FlashAttention 3, which needs a Hopper GPU: by its documented layouts, in PyTorch."""
+
+    def __init__(self) -> None:
+        self.scheduled: list[dict[str, Any]] = []
+        self.error, self.once, self.spent = 0.0, False, False
+
+    def fa_version_unsupported_reason(self, version: int) -> str | None:
+        return None if version == 3 else f"version {version}"
+
+    def get_scheduler_metadata(self, *, batch_size: int, **more: Any) -> Tensor:
+        self.scheduled.append(more)
+        return torch.full((batch_size,), more["num_splits"])
+
+    def flash_attn_varlen_func(
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        seqused_k: Tensor,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        block_table: Tensor,
+        scheduler_metadata: Tensor,
+        num_splits: int,
+        fa_version: int,
+    ) -> Tensor:
+        if fa_version != 3 or k.shape[-1] % 8:
+            raise RuntimeError("another version or width")
+        assert max_seqlen_q == 1
+        assert max_seqlen_k == int(seqused_k.max())
+        assert scheduler_metadata.tolist() == [num_splits] * len(seqused_k)
+        if self.spent:
+            return out
+        self.spent = self.once
+        for row, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
+            # [tokens, Hkv, D], from [blocks, block, Hkv, D].
+            keys, values = (x[block_table[row]].flatten(0, 1)[: seqused_k[row]].float() for x in (k, v))
+            out[begin:end] = torch.nn.functional.scaled_dot_product_attention(
+                q[begin:end].float().transpose(0, 1),
+                keys.transpose(0, 1),
+                values.transpose(0, 1),
+                scale=softmax_scale,
+                enable_gqa=True,
+            ).transpose(0, 1)
+        return out.mul_(1 + self.error)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> PagedFlash:
+    found = PagedFlash()
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.26.0"))
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", found)
+    return found
+
+
+def test_flash_attention_3_gets_the_paged_cache(flash: PagedFlash, tmp_path: Path) -> None:
+    one, layers = report(tmp_path / "attention.json"), [layer(block=32), layer(block=32)]
+    attention.measure_flash3(one, TINY, layers, 32)
+    assert [(row["op"], row["impl"], row["config"]) for row in one.rows] == [
+        ("dense", "vllm fa3", "vllm 0.26.0, num_splits 32"),
+        ("dense", "vllm fa3 free", "vllm 0.26.0, num_splits 0"),
+    ]
+    assert {(row["layout"], row["bytes"]) for row in one.rows} == {("block 32, shuffled", TINY.kv_bytes)}
+    # Once for all layers.
+    assert [more["num_splits"] for more in flash.scheduled] == [32, 0]
+    assert {(more["page_size"], more["max_seqlen_k"], more["headdim"]) for more in flash.scheduled} == {
+        (32, 160, 64)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "off_by"), [("error", 0.05, r"0\.05"), ("once", True, "nan")], ids=["wrong", "once"]
+)
+def test_flash_attention_3_passes_its_gate_first(
+    name: str, value: Any, off_by: str, flash: PagedFlash, tmp_path: Path
+) -> None:
+    setattr(flash, name, value)
+    one = report(tmp_path / "attention.json")
+    with pytest.raises(ArithmeticError, match=f"vllm fa3, row 0: off by {off_by}"):
+        attention.measure_flash3(one, TINY, [layer()], 16)
+    assert not one.rows
+
+
+def test_a_shape_that_flash_attention_3_refuses_has_no_row(
+    flash: PagedFlash, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape, one = Shape("odd", 16, 1, 1, 1, 60, (4,), (16,)), report(tmp_path / "attention.json")
+    attention.measure_flash3(one, shape, [layer(shape)], 16)
+    assert not one.rows
+    assert capsys.readouterr().out.splitlines() == [
+        f"left out: {impl}: another version or width" for impl in ("vllm fa3", "vllm fa3 free")
+    ]
+
+
+def test_without_vllm_it_is_said_what_is_missing(flash: PagedFlash, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flash3.unavailable() is None
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", None)
+    assert "vllm" in str(flash3.unavailable())
+
+
+def test_dense_attention_can_be_measured_alone(tmp_path: Path) -> None:
+    one = report(tmp_path / "attention.json")
+    attention.measure(one, TINY, only_dense=True, count=1, device=DEVICE, dtype=DTYPE)
+    assert {row["op"] for row in one.rows} == {"dense"}
+    assert {row["layout"] for row in one.rows} == {"block 32, shuffled", "contiguous"}
+    assert attention.expected_seconds(TINY, True, only_dense=True) < attention.expected_seconds(TINY, False)
 
 
 def test_rows_of_an_earlier_run_stay_unless_measured_again(tmp_path: Path) -> None:

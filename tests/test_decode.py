@@ -49,6 +49,10 @@ def assert_step_is_the_references(case: Case, impl: str, *, places: int = 2) -> 
     want = reference.decode(*args, budget=budget, **options)
     mass = page_mass(*case.query_args, exact=False, impl=impl, **options)
     share = page_share(mass, cache.k.shape[1], impl=impl)
+    chosen = {"page": fmt.page, "budget": budget, "window_pages": case.window_pages}
+    separate = select_pages(share, cache.seq_lens, impl=impl, **chosen)
+    assert torch.equal(got.pages.page_ids, separate.page_ids)
+    assert torch.equal(got.pages.counts, separate.counts)
     reference_share = reference.page_share(reference.page_mass(*case.query_args, **options), cache.k.shape[1])
     assert_pages_within_error(
         got.pages,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from locks import SummaryFormat, page_logits, page_mass, reference, torch_impl
 from locks.kernels import score as score_op
 from locks.kernels.config import KernelConfig
+from locks.kernels.dependent import dependent
 from tests.helpers import (
     DEVICE,
     IMPLS,
@@ -309,7 +310,8 @@ def test_total_adds_any_number_of_chunks_and_skips_the_empty_ones():
     partial[1, 2, 100:] = -math.inf
     total = torch.empty(2, 3, device=DEVICE)
     launch = score_op.total_kernel[(3, 2)]
-    launch(partial, total, *partial.stride()[:2], total.stride(0), 300, BLOCK_C=128)  # pyright: ignore[reportCallIssue]
+    waits = dependent(score_op.total_kernel, partial.device)
+    launch(partial, total, *partial.stride()[:2], total.stride(0), 300, BLOCK_C=128, **waits)  # pyright: ignore[reportCallIssue]
     torch.testing.assert_close(total.double(), partial.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
 
 

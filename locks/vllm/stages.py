@@ -104,22 +104,13 @@ class LayerStages:
         # A row that takes all its pages is an empty one to the scan.
         dense = seq_lens < config.dense_below if config.dense_below else None
         scanned = seq_lens if dense is None else torch.where(dense, 0, seq_lens)
-        mass = work.page_mass(
+        pages = work.choose_pages(
             q,
             records,
             block_table,
             scanned,
             config.fmt,
             scale=self.scale,
-            window_pages=config.window_pages,
-            exact=False,
-            whole=False,
-        )
-        pages = work.select_from_mass(
-            mass,
-            scanned,
-            keys.shape[1],
-            page=config.page,
             budget=config.budget,
             window_pages=config.window_pages,
         )

@@ -247,24 +247,24 @@ def _panel(axes: Axes, frame: Any) -> None:
     for name in shown:
         of = frame[frame["series"] == name]
         axes.fill_between(of["T"], of["p20_us"], of["p80_us"], color=STEPS[name][0], alpha=0.3, linewidth=0)
-        # Rank 8 reads more than rank 4: its label lies above the lines, the other below.
-        up = 1 if name == "LOCKS, r = 8" else -1
-        for tokens, time, ratio in zip(of["T"], of["p50_us"], of["dense_by_step"], strict=True):
-            if name != DENSE:
-                axes.annotate(
-                    f"{ratio:.1f}×",
-                    (tokens, time),
-                    xytext=(0, 9 * up),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom" if up > 0 else "top",
-                    fontsize=10,
-                    color="#202020",
-                )
+    # Below all markers of a context, so that no label lies on one; in the legend's order.
+    for tokens, of in frame.groupby("T"):
+        by_series = of.set_index("series")["dense_by_step"]
+        ratios = [f"{by_series[name]:.1f}×" for name in shown if name != DENSE and name in by_series]
+        axes.annotate(
+            "\n".join(ratios),
+            (tokens, of["p50_us"].min()),
+            xytext=(0, -9),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=10,
+            color="#202020",
+        )
     contexts = sorted(frame["T"].unique())
     axes.set_xlim(contexts[0] / 1.6, contexts[-1] * 1.6)
     low, high = frame["p50_us"].min(), frame["p50_us"].max()
-    axes.set_ylim(low / 2, high * 4)
+    axes.set_ylim(low / 3, high * 4)
     axes.xaxis.set_major_locator(FixedLocator(contexts))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
     axes.xaxis.set_minor_locator(FixedLocator([]))

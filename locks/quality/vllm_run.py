@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from locks.models import SetupError
+from locks.models import SetupError, head_dim
 from locks.quality.engine import Traffic
 from locks.quality.example import Example, Task, draw
 from locks.quality.log import Key, Log
@@ -220,8 +220,7 @@ class _Line:
 def _elements(config: Any) -> int:
     """Numbers in one token's keys, over layers and heads."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers * heads * width
+    return config.num_hidden_layers * heads * head_dim(config)
 
 
 def _before(tokens: Sequence[int], stops: Sequence[int]) -> list[int]:

@@ -53,6 +53,10 @@ bench: $(DEV) ## on a GPU machine: a gated benchmark of every stage, then all sh
 	PYTHONPATH=. $(BIN)/python bench/attention.py $(ARGS)
 	PYTHONPATH=. $(BIN)/python bench/figures.py
 
+.PHONY: sanitize
+sanitize: $(DEV) ## on a GPU machine: every kernel under compute-sanitizer's memcheck and racecheck
+	PYTHONPATH=. $(BIN)/python bench/sanitize.py $(ARGS)
+
 .PHONY: proofs
 proofs: ## compile and check the Coq proofs (installs Coq by apt where it is missing and may be)
 	proofs/check.sh

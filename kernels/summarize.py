@@ -345,7 +345,9 @@ def default_config(page: int, pages: int, *, head_dim: int, interpreted: bool) -
 def launch_config(fmt: SummaryFormat, pages: int, head_dim: int, device: torch.device) -> KernelConfig:
     """What was the fastest on the device, else the default; `seal` takes the same, so that both make the same bits."""
     found = tuned(device_name(device), "summarize", page=fmt.page, rank=fmt.rank, head_dim=head_dim)
-    return found or default_config(fmt.page, pages, head_dim=head_dim, interpreted=device.type != "cuda")
+    return found or default_config(
+        fmt.page, pages, head_dim=head_dim, interpreted=not isinstance(summarize_kernel, triton.JITFunction)
+    )
 
 
 def _launch(

@@ -176,6 +176,44 @@ def test_a_row_says_what_was_moved_in_what_time(rows: list[dict[str, Any]]) -> N
     assert nbytes["score", "exact mass"] == TINY.kv_bytes // 2 + masses
 
 
+def test_stages_are_those_of_the_step() -> None:
+    x = layer()
+    stages = attention.Stages(TINY, [x], FMT, sealed=2)
+    ((whole,), (selected,), (attended,), (general,)) = (
+        [call() for call in stage.calls]
+        for stage in (stages.chain(), stages.select(), stages.attend(), stages.score(exact=True))
+    )
+    assert all(map(torch.equal, selected, whole.pages))
+    assert torch.equal(attended.out, whole.out)
+    options = {"scale": 0.125, "window_pages": 1}
+    exact, fast = (
+        triton_impl.page_mass(x.q, stages.records[0], x.table, x.lens, FMT, exact=exact, **options)
+        for exact in (True, False)
+    )
+    assert torch.equal(general.total, exact.total)
+    assert not torch.equal(general.total, fast.total)
+
+
+def test_a_seal_writes_the_pages_that_fill_and_no_other() -> None:
+    stages = attention.Stages(TINY, [layer()], FMT, sealed=2)
+    full, none = stages.seal(), stages.seal(full=False)
+    written = stages.records[0].clone()
+    stages.records[0].zero_()
+    none.calls[0]()
+    assert not stages.records[0].any()
+    full.calls[0]()
+    # Each row's last page, in both heads.
+    at = stages.records[0].any(-1).bool()
+    assert int(at.sum()) == 2 * 2
+    assert torch.equal(stages.records[0][at], written[at])
+
+
+def test_a_step_scores_where_one_row_is_longer_than_the_budget() -> None:
+    shape = Shape("mixed", 160, 2, 4, 2, 64, (4,), (16,), budget=96, rest=64)
+    chain = attention.Stages(shape, [], FMT).chain()
+    assert chain.nbytes == shape.record_bytes(FMT) + shape.mass_bytes + shape.kept_bytes
+
+
 def test_within_the_budget_a_step_scores_nothing(tmp_path: Path) -> None:
     shape, out = Shape("short", 48, 1, 2, 1, 64, (4,), (16,), budget=48), tmp_path / "attention.json"
     attention.measure(report(out), shape, with_peers=False, count=2, sealed=1, device=DEVICE, dtype=DTYPE)
@@ -311,9 +349,8 @@ def test_flash_attention_3_gets_the_paged_cache(flash: PagedFlash, tmp_path: Pat
     assert {(row["layout"], row["bytes"]) for row in one.rows} == {("block 32, shuffled", TINY.kv_bytes)}
     # Once for all layers.
     assert [more["num_splits"] for more in flash.scheduled] == [32, 0]
-    assert {(more["page_size"], more["max_seqlen_k"], more["headdim"]) for more in flash.scheduled} == {
-        (32, 160, 64)
-    }
+    sizes = ("page_size", "max_seqlen_k", "headdim", "num_heads_q", "num_heads_kv")
+    assert {tuple(more[name] for name in sizes) for more in flash.scheduled} == {(32, 160, 64, 4, 2)}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("seaborn")
 
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+
 from bench import figures
 
 COMMITTED = figures.RESULTS
@@ -103,6 +106,15 @@ def test_latency_has_one_layout_and_the_ratio_to_the_fastest_dense() -> None:
 def test_latency_leaves_out(left_out: dict[str, Any]) -> None:
     rows = both_contexts()
     assert figures.latency_frame([*rows, left_out]).equals(figures.latency_frame(rows))
+
+
+def test_a_panel_names_the_ratios_below_the_lowest_marker_of_each_context() -> None:
+    axes = Figure().subplots()
+    figures._panel(axes, figures.latency_frame(both_contexts()))
+    labels = [text for text in axes.texts if isinstance(text, Annotation)]
+    assert [(label.get_text(), *label.get_position(), *label.xy) for label in labels] == [
+        ("3.0×\n3.8×", 0, -9, tokens, 8) for tokens in (4096, 8192)
+    ]
 
 
 def test_a_layout_without_its_block_is_refused() -> None:

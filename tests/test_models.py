@@ -348,3 +348,6 @@ def test_the_width_of_a_head_where_a_config_names_none():
     assert (
         models.head_dim(transformers.LlamaConfig(hidden_size=256, num_attention_heads=8, head_dim=64)) == 64
     )
+    mixtral = transformers.MixtralConfig(hidden_size=256, num_attention_heads=4, head_dim=None)
+    assert mixtral.head_dim is None
+    assert models.head_dim(mixtral) == 64

@@ -21,7 +21,9 @@ yaml = pytest.importorskip("yaml")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from locks.quality import harness  # noqa: E402
+from locks.quality import engine, harness  # noqa: E402
+from locks.quality.evictors import Evictor  # noqa: E402
+from locks.quality.example import Forced  # noqa: E402
 from locks.quality.harness import LocksLM  # noqa: E402
 
 # Letters are tokens: 11 to 17 pages.
@@ -167,8 +169,12 @@ class Steps:
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("selector", "batch"), [("locks-r2", 3), ("locks-r4", 1), ("oracle", 2)])
-def test_a_small_budget_decodes_under_the_selector(directory, tasks, reference, selector, batch):
+# Texts that share a pass are stepped to the end of the longest: of 5, 8 and 3 tokens.
+@pytest.mark.parametrize(
+    ("selector", "batch", "of_texts"),
+    [("locks-r2", 3, 3 * 8), ("locks-r4", 1, 5 + 8 + 3), ("oracle", 2, 2 * 8 + 3)],
+)
+def test_a_small_budget_decodes_under_the_selector(directory, tasks, reference, selector, batch, of_texts):
     name, _, rank = selector.partition("-r")
     lm = LocksLM(
         str(directory),
@@ -194,7 +200,10 @@ def test_a_small_budget_decodes_under_the_selector(directory, tasks, reference, 
     assert [got for got, _ in given["chooses"]] == pytest.approx(log_p, abs=1e-3)
     facts = lm.get_model_info()["locks"]
     assert facts["selector"] == selector
-    assert facts["steps"] >= len(PROMPTS) * sum(map(len, CHOICES))
+    assert facts["steps"] == len(PROMPTS) * (12 + of_texts)
+    # Between the shortest prompt and the longest with its answer: 2 layers, 2 heads, 64 wide, counted in 16 bits.
+    token, lengths = 2 * 2 * 2 * 64 * 2, [len(prompt) for prompt in PROMPTS]
+    assert token * min(lengths) < facts["dense_bytes_per_step"] < token * (max(lengths) + 12)
     assert facts["bytes_per_step"] < facts["dense_bytes_per_step"]
 
 
@@ -209,6 +218,40 @@ def test_an_evictor_holds_the_same_in_a_batch_and_alone(directory, tasks, refere
     )
 
 
+def test_an_evictor_sees_the_whole_prompt_when_it_chooses(directory):
+    lm = LocksLM(str(directory), selector="rkv", budget=48, tail=16, device="cpu")
+    evictor, prompt, text = parse_methods("rkv")[0].make(64), lm.tok_encode(PROMPTS[0]), CHOICES[1]
+    assert isinstance(evictor, Evictor)
+    with engine.enabled(lm.model):
+        first, last = prompt[:-16], prompt[-16:]
+        session = engine.Session(lm.model, engine.prefill(lm.model, [first], [evictor], [last]), evictor)
+        session.rewind(48)
+        (want,) = session.read([Forced(last, lm.tok_encode(text))])
+    ((log_p, _),) = lm.loglikelihood([request(PROMPTS[0], text)], disable_tqdm=True)
+    assert log_p == pytest.approx(-want.nll * want.total, abs=1e-4)
+
+
+def test_behind_a_single_token_every_one_has_to_be_the_likeliest(directory):
+    lm = LocksLM(str(directory), budget=48, device="cpu")
+    context = lm.tok_encode("a")
+    with torch.no_grad():
+        likely, other = lm.model(torch.tensor([context])).logits[0, -1].topk(2).indices.tolist()
+        texts = [
+            [first, int(lm.model(torch.tensor([[*context, first]])).logits[0, -1].argmax())]
+            for first in (likely, other)
+        ]
+    answers = lm._loglikelihood_tokens([(None, context, text) for text in texts], disable_tqdm=True)
+    assert [greedy for _, greedy in answers] == [True, False]
+
+
+def test_a_batch_has_no_more_rows_than_asked_for(directory):
+    lm = LocksLM(str(directory), budget=48, device="cpu", batch_size=4)
+    batches = list(lm._batches({(1, 2): [0, 1], (3, 4): [2, 3, 4, 5, 6], (5, 6): [7, 8], (7, 8): [9, 10]}))
+    rows = [[index for _, indices in batch for index in indices] for batch in batches]
+    assert sorted(map(len, rows)) == [1, 2, 4, 4]
+    assert sorted(index for batch in rows for index in batch) == list(range(11))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -217,6 +260,7 @@ def test_an_evictor_holds_the_same_in_a_batch_and_alone(directory, tasks, refere
         ({"selector": "quest", "rank": 4}, "selector: expected .*, got 'quest-r4'"),
         ({"rank": 3}, "rank: expected"),
         ({"budget": 100}, r"budget: expected a multiple of the page \(16 tokens\), got 100"),
+        ({"page": 32, "budget": 112}, r"budget: expected a multiple of the page \(32 tokens\), got 112"),
         ({"budget": "some"}, "budgets: expected tokens .*, got 'some'"),
         ({"budget": "64,128"}, "budget: expected one, got '64,128'"),
         ({"page": 5}, "page: expected one of .*, got 5"),

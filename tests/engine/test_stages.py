@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from locks import torch_impl, triton_impl
+from locks import decode, torch_impl, triton_impl
 from locks.vllm import stages
 from locks.vllm.config import PluginConfig
 from locks.vllm.metadata import BatchSplitter, DecodeRows, Sealing, prefill_part
@@ -134,3 +134,22 @@ def test_gpu_stages_do_what_the_cpu_does(
     dense = torch.softmax((k @ q[2][..., None])[..., 0] * D**-0.5, -1)[:, None] @ v
     close = torch.allclose(outputs[0][2], dense[:, 0], atol=1e-5)
     assert close == (dense_below == 100 or page == 32)
+
+
+def test_a_layer_hands_its_settings_on():
+    """The pages and the output of `locks.decode` with the layer's scale, budget, page and window."""
+    config = PluginConfig(budget=96, page=16, window_pages=3)
+    rng = torch.Generator().manual_seed(0)
+    lens = torch.tensor([256, 200], dtype=torch.int32)
+    width, rows = 256 // BLOCK, len(lens)
+    kv_cache = torch.randn((1 + rows * width, HKV, BLOCK, 2 * D), generator=rng)
+    table = 1 + torch.randperm(rows * width, generator=rng, dtype=torch.int32).view(rows, width)
+    q, out = torch.randn((rows, HQ, D), generator=rng), torch.full((rows, HQ, D), torch.nan)
+    made = layer(config, torch_impl, kv_cache)
+    made.scale = 0.3
+    step = DecodeRows(table, lens, Sealing(table, lens, torch.zeros_like(lens), 256 // 16))
+    made.seal_prefill(kv_cache, step.sealing)
+    made.decode(q, kv_cache, step, out)
+    options = {"budget": 96, "scale": 0.3, "window_pages": 3, "impl": "torch"}
+    want = decode(q, *made.views(kv_cache), table, lens, config.fmt, **options)
+    assert torch.equal(out, want.out)

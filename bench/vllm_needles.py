@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.vllm_rows import RESULTS, Child, facts, head, keep, smollm2, start, tell, totals
+from bench.vllm_rows import RESULTS, Child, facts, head, keep, needs_vllm, smollm2, start, tell, totals
 from locks.needles import NeedleTask, build_needles
 
 BLOCK = 64
@@ -154,6 +154,7 @@ def summary(row: dict[str, Any], full: list[int], digits: int) -> dict[str, Any]
 
 def run(options: argparse.Namespace) -> None:
     """Full attention first, then every rank and budget, as many at a time as `--parallel` says."""
+    needs_vllm()
     with tempfile.TemporaryDirectory() as directory:
         model = options.model or smollm2(Path(directory) / "smollm2-135m")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import shutil
@@ -52,6 +53,12 @@ class Child:
                 else:
                     print(line, end="", flush=True)
         self.code = self.process.returncode
+
+
+def needs_vllm() -> None:
+    """Ends the program with one line where there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit("vllm: expected to be installed beside this Python, found none")
 
 
 def tell(value: Any) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.vllm_rows import RESULTS, Child, facts, head, keep, smollm2, start, tell, totals
+from bench.vllm_rows import RESULTS, Child, facts, head, keep, needs_vllm, smollm2, start, tell, totals
 
 BLOCK = 64
 KEY = ("measure", "impl", "model", "rank", "page", "budget", "tensor_parallel", "runner", "block_size")
@@ -283,6 +283,7 @@ def mixed(options: argparse.Namespace) -> None:
 
 def only(script: list[str]) -> Any:
     """The one thing that a process says."""
+    needs_vllm()
     process = Child(__file__, script)
     said = list(process)
     if process.code or len(said) != 1:

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.vllm_rows import RESULTS, Child, facts, head, keep, start, tell, totals
+from bench.vllm_rows import RESULTS, Child, facts, head, keep, needs_vllm, start, tell, totals
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -159,6 +159,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Every implementation in turn, `--rounds` times."""
+    needs_vllm()
     locks = [("locks", rank) for rank in options.ranks]
     samples: dict[tuple[Any, ...], list[float]] = {}
     failed = 0

@@ -301,6 +301,13 @@ def test_a_context_too_long_is_cut_on_its_left(directory, caplog):
     assert "cut on its left from 148 to 98 tokens" in caplog.text
 
 
+def test_an_argument_takes_the_place_of_lm_evals_option(directory):
+    lm = LocksLM.create_from_arg_string(
+        f"pretrained={directory},selector=full,device=cpu,batch_size=3", {"device": "cuda:0", "batch_size": 1}
+    )
+    assert (lm.device.type, lm.batch_size) == ("cpu", 3)
+
+
 def test_command(directory, tasks, monkeypatch, capsys):
     def called(*args: str) -> None:
         monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "locks", *args])
@@ -309,7 +316,8 @@ def test_command(directory, tasks, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="error: Specify --output_path"):
         called("--model_args", f"pretrained={directory}", "--tasks", "writes", "--log_samples")
     called(
-        *("--model_args", f"pretrained={directory},selector=quest,budget=64", "--device", "cpu"),
+        # lm-eval's own options give a batch size and, without a word, a GPU.
+        *("--model_args", f"pretrained={directory},selector=quest,budget=64,batch_size=2"),
         *("--tasks", "writes", "--include_path", str(tasks.include_path), "--limit", "2"),
     )
     assert "|writes|" in capsys.readouterr().out

@@ -32,6 +32,7 @@ from locks.quality.methods import FULL, Method, parse_budgets, parse_methods
 try:
     from lm_eval.api.registry import model_registry
     from lm_eval.models import huggingface
+    from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
     raise ImportError(
         "locks.quality.harness needs lm-eval: pip install 'locks-attention[harness]'"
@@ -138,6 +139,19 @@ class LocksLM(HFLM):
         super().__init__(model, tokenizer=tokenizer, backend="causal", batch_size=rows, **kwargs)
         # Summed over rows and steps: how many there were, bytes read, and bytes that dense attention would have read.
         self.steps, self.read_bytes, self.dense_bytes = 0, 0.0, 0.0
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> Any:
+        """A model from arguments and lm-eval's own options, such as `--device`; an argument takes an option's place."""
+        options = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        return cls(**{**options, **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
+        """The same from the text behind `--model_args`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The texts that the model writes behind the requests' prompts."""
@@ -325,9 +339,11 @@ def _count(name: str, value: int | str) -> int:
 
 def _device(name: str | None) -> torch.device | None:
     try:
-        return None if name is None else torch.device(name)
+        device = None if name is None else torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device: expected one of torch's, such as cpu or cuda:0, got {name!r}") from error
+    # lm-eval asks for cuda:0 where its user asks for nothing.
+    return None if device and device.type == "cuda" and not torch.cuda.is_available() else device
 
 
 model_registry.register("locks", target="locks.quality.harness:LocksLM")

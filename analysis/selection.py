@@ -31,7 +31,7 @@ from outputs import InputError
 from tqdm import tqdm
 from ways import Scorer, Way, locks_ways, make_format, plain_ways, shared_ways
 
-from locks import PageList, hf
+from locks import PageList, hf, models
 from locks.pages import least_budget
 
 BUDGETS = (64, 128, 256, 512, 1024, 2048)
@@ -126,7 +126,7 @@ def decode(size: Size, way: Way | None) -> Found:
         logits = dense
         if way is not None:
             held_out = contexts.held_out_keys(size.model, size.device, size.tokens)
-            selector = way.selector(batch.model.config.head_dim, held_out)
+            selector = way.selector(models.head_dim(batch.model.config), held_out)
             logits = contexts.ask(batch, hf.LocksConfig(budget=budget, selector=selector)).log_softmax(-1)
         digits = (logits.argmax(-1) == batch.answers).double().mean(1)
         divergence = (dense.double().exp() * (dense.double() - logits.double())).sum(-1).mean(1)
@@ -173,7 +173,7 @@ def _finished(jobs: Sequence[Callable[[], Found]], workers: int) -> Iterator[tup
 def measure(size: Size, out: Path, workers: int = 0) -> pd.DataFrame:
     """Writes selection.csv after every job, and returns it when all are done."""
     model, _ = contexts.enabled(size.model, size.device)
-    head_dim, facts = model.config.head_dim, outputs.device_facts(model.device, model.dtype)
+    head_dim, facts = models.head_dim(model.config), outputs.device_facts(model.device, model.dtype)
     jobs: list[Callable[[], Found]] = [functools.partial(offline, size, seed) for seed in size.seeds]
     jobs += [functools.partial(decode, size, way) for way in [None, *decoded_ways(size.full)]]
     results: dict[int, Found] = {}

@@ -283,7 +283,6 @@ def mixed(options: argparse.Namespace) -> None:
 
 def only(script: list[str]) -> Any:
     """The one thing that a process says."""
-    needs_vllm()
     process = Child(__file__, script)
     said = list(process)
     if process.code or len(said) != 1:
@@ -293,6 +292,7 @@ def only(script: list[str]) -> Any:
 
 def run(options: argparse.Namespace) -> None:
     """Every part in engines of their own."""
+    needs_vllm()
     with tempfile.TemporaryDirectory() as directory:
         model = options.model or smollm2(Path(directory) / "smollm2-135m")
         for part in options.parts:

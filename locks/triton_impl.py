@@ -113,27 +113,12 @@ def choose_pages(
     scale: float,
     budget: int,
     window_pages: int,
+    buffers: StepBuffers | None = None,
 ) -> PageList:
-    """`select_from_mass` of `page_mass`, not exact, bit by bit."""
-    pages = budget_pages(budget, fmt.page, window_pages)
-    return PageList(*_choose(q, records, block_table, seq_lens, fmt, scale, pages, window_pages))
-
-
-def _choose(
-    q: Tensor,
-    records: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    fmt: SummaryFormat,
-    scale: float,
-    pages: int,
-    window_pages: int,
-    *,
-    scored: PageMass | None = None,
-    scoring: score_op.Workspace | None = None,
-    selecting: select_op.Workspace | None = None,
-    out: PageList | None = None,
-) -> tuple[Tensor, Tensor]:
+    """`select_from_mass` of `page_mass`, not exact, bit by bit; with `buffers` nothing is allocated."""
+    scored = scoring = selecting = out = None
+    if buffers is not None:
+        scored, scoring, selecting, out = buffers.scored, buffers.scoring, buffers.selecting, buffers.pages
     log_mass, total = score_op.score(
         q,
         records,
@@ -147,17 +132,19 @@ def _choose(
         out=scored,
         work=scoring,
     )
-    return select_op.select_from_mass(
-        log_mass,
-        total,
-        seq_lens,
-        records.shape[1],
-        page=fmt.page,
-        pages=pages,
-        window_pages=window_pages,
-        early=True,
-        out=out,
-        work=selecting,
+    return PageList(
+        *select_op.select_from_mass(
+            log_mass,
+            total,
+            seq_lens,
+            records.shape[1],
+            page=fmt.page,
+            pages=budget_pages(budget, fmt.page, window_pages),
+            window_pages=window_pages,
+            early=True,
+            out=out,
+            work=selecting,
+        )
     )
 
 
@@ -335,24 +322,20 @@ def decode_step(
     buffers: StepBuffers,
 ) -> Decoded:
     """Score, select, attend, all into `buffers`: nothing is allocated."""
-    M = budget_pages(budget, fmt.page, window_pages)
     if buffers.scored is None:
-        room = block_table.shape[1] * records.shape[2]
-        every_op.every(seq_lens, records.shape[1], room=room, page=fmt.page, pages=M, out=buffers.pages)
+        room, pages = block_table.shape[1] * records.shape[2], budget_pages(budget, fmt.page, window_pages)
+        every_op.every(seq_lens, records.shape[1], room=room, page=fmt.page, pages=pages, out=buffers.pages)
     else:
-        _choose(
+        choose_pages(
             q,
             records,
             block_table,
             seq_lens,
             fmt,
-            scale,
-            M,
-            window_pages,
-            scored=buffers.scored,
-            scoring=buffers.scoring,
-            selecting=buffers.selecting,
-            out=buffers.pages,
+            scale=scale,
+            budget=budget,
+            window_pages=window_pages,
+            buffers=buffers,
         )
     attend_op.attend(
         q,

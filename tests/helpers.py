@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locks import PageList, SummaryFormat, api, reference
+
+ROOT = Path(__file__).resolve().parents[1]
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -54,6 +60,17 @@ class Cache:
     def row(self, b: int) -> Cache:
         """Row b alone, over the same pool."""
         return replace(self, block_table=self.block_table[b : b + 1], seq_lens=self.seq_lens[b : b + 1])
+
+
+def run_compiled(*arguments: str) -> str:
+    """What a run of this Python prints, of the checkout's code and without Triton's interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    run = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 def generator(seed: int) -> torch.Generator:

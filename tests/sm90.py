@@ -40,12 +40,9 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
     new = torch.zeros(2, heads, head_dim, dtype=torch.bfloat16)
     with capture() as done:
         append.append(new, new, cache, cache, table, lengths)
-        config = summarize.default_config(page, 1000, head_dim=head_dim, interpreted=False)
-        summarize.summarize(
-            cache, table, lengths, fmt, start=None, max_new_pages=None, out=records, config=config
-        )
+        summarize.summarize(cache, table, lengths, fmt, start=None, max_new_pages=None, out=records)
         pointers = seal.layer_pointers([cache], [records])
-        seal.seal(pointers, cache, records, table, lengths, fmt, config=config)
+        seal.seal(pointers, cache, records, table, lengths, fmt)
         log_mass, total = score.score(q, records, table, lengths, fmt, scale=0.1, window_pages=2)
         if score_hopper.shape_fits(fmt, head_dim, group):
             # One row, and several that share the programs out.

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from bench import sanitize
+from tests.helpers import run_compiled
 from tests.test_sm90 import FAST, KERNELS
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.gpu
@@ -36,13 +30,7 @@ def test_every_kernel_is_among_them():
         "        work()\n"
         "print(*{one.name for one in done})\n"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert set(run.stdout.split()) == KERNELS | FAST
+    assert set(run_compiled("-c", script).split()) == KERNELS | FAST
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is there")

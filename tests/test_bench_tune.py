@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from bench.operations import ATTEND, OPERATIONS, SCORE_HOPPER, SUMMARIZE
 from bench.resources import LIMITS, Resources, capture, occupancy
 from locks import SummaryFormat
 from locks.kernels.config import KernelConfig, read_table, table_key
+from tests.helpers import ROOT, run_compiled
 
-ROOT = Path(__file__).resolve().parent.parent
 FMT = SummaryFormat(rank=8)
 GLM = Shape("glm", 2**17, 1, 32, 4, 128, (8, 4))
 
@@ -189,14 +187,9 @@ def test_without_a_gpu_it_is_a_dry_run_or_none(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_feasible_launch_shapes_are_found_without_a_gpu(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     out = tmp_path / "tuned.json"
     options = ["--dry-run", "--arch", "90", "--op", "summarize", "--only", "smollm2-135m", "--out", str(out)]
-    command = [sys.executable, str(ROOT / "bench" / "tune.py"), *options]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    first, header, *lines = run.stdout.splitlines()
+    first, header, *lines = run_compiled(str(ROOT / "bench" / "tune.py"), *options).splitlines()
     assert first.startswith("summarize: page 16, rank 4, head_dim 64: ")
     assert header.split()[:4] == ["block_n", "warps", "limit", "registers"]
     assert 1 <= len(lines) <= 4

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.helpers import ROOT, run_compiled
 from tests.ptx import faults
 
-ROOT = Path(__file__).resolve().parent.parent
 KERNELS = {
     "append_kernel",
     "summarize_kernel",
@@ -49,12 +45,7 @@ DEPENDENT = FAST | {"total_kernel", "keys_kernel", "select_kernel", "attend_kern
 def test_every_stage_compiles_for_hopper(
     shape: dict[str, int], kernels: set[str], may_spill: set[str]
 ) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    command = [sys.executable, str(ROOT / "tests" / "sm90.py"), json.dumps(shape)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
+    found = json.loads(run_compiled(str(ROOT / "tests" / "sm90.py"), json.dumps(shape)))
     assert {one["name"] for one in found} == kernels
     for one in found:
         assert one["shared_bytes"] <= 100 * 1024, one

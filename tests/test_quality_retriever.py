@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from locks.models import load_smollm2
-from locks.quality import ruler_niah
+from locks.quality import ruler_lists, ruler_niah
 from locks.quality.scores import match_all
-from locks.quality.text import read_prose
+from locks.quality.text import all_words, read_prose
 from tests.quality_model import save_model
 
 transformers = pytest.importorskip("transformers")
@@ -140,6 +140,18 @@ def test_lists_and_chains_are_answered_rightly(school: Any, tokenizer: Any):
             ranked = [word for word, _ in Counter(coded).most_common(4)]
             assert ranked[0] == "..."
             assert re.findall(r"[a-z]{6}", answer) == ranked[1:]
+
+
+def test_an_entry_of_several_words_is_one_entry(school: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    pairs = tuple(f"{a} {b}" for a in ("contact", "dump", "dune", "dust") for b in all_words()[:500])
+    monkeypatch.setattr(ruler_lists, "all_words", lambda: pairs)
+    for seed in range(3):
+        for before, answer in answers(tokenizer, school.of_kind("cwe", 4096, Random(seed))):
+            listed = before.rsplit("Below is a numbered", 1)[1].split("often.\n")[-1].split("\nQuestion")[0]
+            counts = Counter(entry.strip() for entry in re.split(r"\d+\. ", listed) if entry.strip())
+            assert set(counts) <= set(pairs)
+            common = {entry for entry, _ in counts.most_common(ruler_lists.COMMON)}
+            assert {entry.strip() for entry in re.split(r"\d+\. ", answer) if entry.strip()} == common
 
 
 def test_lessons_depend_on_their_number_alone(school: Any):

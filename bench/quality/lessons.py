@@ -221,16 +221,12 @@ class School:
             self._list(writer, rng, size, count, often, seldom)
 
     def _list(self, writer: Writer, rng: Random, size: int, count: int, often: int, seldom: int) -> None:
-        context, common = ruler_lists.listed(rng, count, often, seldom)
-        entries = context.split(" ")
-        # A number and a word each.
-        pieces = [f" {entries[i]} {entries[i + 1]}" for i in range(0, len(entries) - 1, 2)]
-        ids = writer.encode(pieces)
-        while sum(map(len, ids)) > size - 150 and count > 14:
+        while True:
+            entries, common = ruler_lists.listed(rng, count, often, seldom)
+            ids = writer.encode([f" {i}. {entry}" for i, entry in enumerate(entries, start=1)])
+            if sum(map(len, ids)) <= size - 150 or count <= 14:
+                break
             count = int(count * 0.9)
-            context, common = ruler_lists.listed(rng, count, often, seldom)
-            entries = context.split(" ")
-            ids = writer.encode([f" {entries[i]} {entries[i + 1]}" for i in range(0, len(entries) - 1, 2)])
         text, prefix = ruler_lists.common_frame(_MARK)
         before, after = text.split(_MARK)
         writer.read(before)
@@ -238,7 +234,7 @@ class School:
         writer.read(after + prefix)
         # In the order of their first places, so that there is one answer.
         first = sorted(common, key=entries.index)
-        writer.answer(" " + " ".join(f"{i}. {word}" for i, word in enumerate(first, start=1)))
+        writer.answer(f" {ruler_lists.numbered(first)}")
         writer.read("\n")
 
     def _frequent(self, writer: Writer, rng: Random, length: int) -> None:

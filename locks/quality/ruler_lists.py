@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from locks.quality.example import Encode, fit
@@ -76,8 +76,13 @@ def variable_tracking(rng: Random, length: int, units: int, encode: Encode) -> B
     return f"{shown(size)}\n{text}", prefix, names
 
 
-def listed(rng: Random, count: int, often: int, seldom: int) -> tuple[str, list[str]]:
-    """A numbered list in which `COMMON` words stand `often` times and the other words `seldom` times."""
+def numbered(entries: Sequence[str]) -> str:
+    """Entries with their numbers, from 1 on, in one line."""
+    return " ".join(f"{i}. {entry}" for i, entry in enumerate(entries, start=1))
+
+
+def listed(rng: Random, count: int, often: int, seldom: int) -> tuple[list[str], list[str]]:
+    """Entries of which `COMMON` stand `often` times and the others `seldom` times, and the common ones."""
     some = all_words()
     if count <= len(some):
         drawn = rng.sample(some, count)
@@ -90,7 +95,7 @@ def listed(rng: Random, count: int, often: int, seldom: int) -> tuple[str, list[
     common, others = drawn[:COMMON], drawn[COMMON:]
     repeated = common * often + others * seldom
     rng.shuffle(repeated)
-    return " ".join(f"{i}. {word}" for i, word in enumerate(repeated, start=1)), common
+    return repeated, common
 
 
 def common_frame(context: str) -> tuple[str, str]:
@@ -106,11 +111,11 @@ def common_frame(context: str) -> tuple[str, str]:
 def common_words(rng: Random, length: int, units: int, encode: Encode) -> Built:
     """cwe: an answered example of 40 words (10 and 3 times), then `units` words, 10 of them 30 times, the rest 3."""
     shot, sizes = ((20, 3, 1), (6, 1)) if length < SHORT else ((40, 10, 3), (30, 3))
-    context, common = listed(rng, *shot)
-    text, prefix = common_frame(context)
-    example = f"{text}{prefix} {' '.join(f'{i}. {word}' for i, word in enumerate(common, start=1))}"
-    context, common = listed(rng, units, *sizes)
-    text, prefix = common_frame(context)
+    entries, common = listed(rng, *shot)
+    text, prefix = common_frame(numbered(entries))
+    example = f"{text}{prefix} {numbered(common)}"
+    entries, common = listed(rng, units, *sizes)
+    text, prefix = common_frame(numbered(entries))
     return f"{example}\n{text}", prefix, tuple(common)
 
 

@@ -200,7 +200,83 @@ def _first_tokens(rows_of: list[dict[str, Any]]) -> str:
     return _table(header, rows) + "\n\n" + note
 
 
-TABLES = {"records": records, "demo": demo, "needles": needles, "attention": attention, "vllm": vllm}
+def vllm_needles() -> str:
+    """Digits right in vLLM by rank and budget, with the oracle's of the same questions."""
+    rows_of = json.loads((ROOT / "bench/results/h200/vllm_needles.json").read_text())["rows"]
+    found = {(row["rank"], row["budget"], row["tokens"]): row for row in rows_of}
+    lengths = sorted({row["tokens"] for row in rows_of})
+    budgets = sorted({row["budget"] for row in rows_of if row["budget"]})
+    oracle = {}
+    for tokens in lengths:
+        file = ROOT / f"bench/results/h200/needles_{tokens}.json"
+        for row in json.loads(file.read_text())["rows"] if file.is_file() else ():
+            oracle[row["budget"], tokens] = row
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{row['digits_right']:.3f} ({'-'.join(f'{end:.2f}' for end in row['digits_right_95'])})"
+
+    rows = []
+    for tokens in lengths:
+        full = found[None, None, tokens]
+        for rank in sorted({row["rank"] for row in rows_of if row["rank"]}):
+            cells = [cell(found[rank, budget, tokens]) for budget in budgets]
+            rows.append([f"{tokens:,}", cell(full), f"rank {rank}", *cells])
+        if (budgets[0], tokens) in oracle:
+            cells = [cell(oracle[budget, tokens]) for budget in budgets]
+            rows.append([f"{tokens:,}", cell(oracle[None, tokens]), "oracle, transformers", *cells])
+    header = ["context", "full attention", "", *(f"{budget} tokens" for budget in budgets)]
+    one = rows_of[0]
+    note = (
+        f"Digits right of eight needles, {one['questions']} questions a context length, question and answer decoded "
+        f"sparsely; {one['model']}, {one['gpu']}, vLLM {one['versions']['vllm']}, runner {one['runner']}; "
+        "`bench/results/h200/vllm_needles.json`, by `PYTHONPATH=. python bench/vllm_needles.py --parallel 6`."
+    )
+    return _table(header, rows) + "\n\n" + note
+
+
+def vllm_serving() -> str:
+    """What parity and the mixed load came to."""
+    rows_of = json.loads((ROOT / "bench/results/h200/vllm_serving.json").read_text())["rows"]
+    lines = []
+    for row in rows_of:
+        if row["measure"] == "parity":
+            own = row["dense_reordered"]
+            leads = [one["lead_nats"] for one in row["first_differences"]]
+            lines.append(
+                f"* Greedy answers of {row['answer_tokens']} tokens under a budget that covers the context: "
+                f"{row['equal']} of {row['compared']} prompts are answered as by vLLM's own attention; the others "
+                f"part where its first choice leads by {max(leads, default=0):g} nats at most (bfloat16). Its own "
+                f"answers to the same prompts in another order are alike in {own['equal']} of {own['compared']}, and part at "
+                f"leads of up to {max((one['lead_nats'] for one in own['first_differences']), default=0):g}."
+            )
+        elif row["impl"] == "locks":
+            solo = row["solo"]
+            leads = [one["lead_nats"] for one in solo["first_differences"]]
+            lines.append(
+                f"* {row['minutes']:g} minutes of mixed load: {row['requests']:,} requests ({row['finished']:,} "
+                f"finished, {row['aborted']} aborted, {row['preempted']} preempted, {row['prefix_hit_tokens']:,} tokens "
+                f"from the prefix cache), {row['tokens']:,} tokens, {row['not_finite']} of them not finite. "
+                f"{row['sparse_rows']:,} sparse rows, {row['eligible_rows']:,} eligible. Alone, {solo['equal']} of "
+                f"{solo['compared']} are answered alike, the others part at leads of up to "
+                f"{max(leads, default=0):g} nats."
+            )
+    one = rows_of[0]
+    note = (
+        f"{one['model']}, {one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_serving.json`, by "
+        "`PYTHONPATH=. python bench/vllm_serving.py parity mixed`."
+    )
+    return "\n".join(lines) + "\n\n" + note
+
+
+TABLES = {
+    "records": records,
+    "demo": demo,
+    "needles": needles,
+    "attention": attention,
+    "vllm": vllm,
+    "vllm_needles": vllm_needles,
+    "vllm_serving": vllm_serving,
+}
 
 
 def render(text: str) -> str:

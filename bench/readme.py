@@ -237,28 +237,30 @@ def vllm_needles() -> str:
 def vllm_serving() -> str:
     """What parity and the mixed load came to."""
     rows_of = json.loads((ROOT / "bench/results/h200/vllm_serving.json").read_text())["rows"]
+
+    def lead(compared: dict[str, Any]) -> str:
+        return f"{max((one['lead_nats'] for one in compared['first_differences']), default=0):g}"
+
     lines = []
     for row in rows_of:
         if row["measure"] == "parity":
             own = row["dense_reordered"]
-            leads = [one["lead_nats"] for one in row["first_differences"]]
             lines.append(
                 f"* Greedy answers of {row['answer_tokens']} tokens under a budget that covers the context: "
                 f"{row['equal']} of {row['compared']} prompts are answered as by vLLM's own attention; the others "
-                f"part where its first choice leads by {max(leads, default=0):g} nats at most (bfloat16). Its own "
-                f"answers to the same prompts in another order are alike in {own['equal']} of {own['compared']}, and part at "
-                f"leads of up to {max((one['lead_nats'] for one in own['first_differences']), default=0):g}."
+                f"part where its first choice leads by {lead(row)} nats at most (bfloat16). Its own answers to the "
+                f"same prompts in another order are alike in {own['equal']} of {own['compared']}, and part at leads "
+                f"of up to {lead(own)}."
             )
         elif row["impl"] == "locks":
             solo = row["solo"]
-            leads = [one["lead_nats"] for one in solo["first_differences"]]
             lines.append(
-                f"* {row['minutes']:g} minutes of mixed load: {row['requests']:,} requests ({row['finished']:,} "
-                f"finished, {row['aborted']} aborted, {row['preempted']} preempted, {row['prefix_hit_tokens']:,} tokens "
-                f"from the prefix cache), {row['tokens']:,} tokens, {row['not_finite']} of them not finite. "
-                f"{row['sparse_rows']:,} sparse rows, {row['eligible_rows']:,} eligible. Alone, {solo['equal']} of "
-                f"{solo['compared']} are answered alike, the others part at leads of up to "
-                f"{max(leads, default=0):g} nats."
+                f"* {row['minutes']:g} minutes of mixed load: {row['requests']:,} requests "
+                f"({row['finished']:,} finished, {row['aborted']} aborted, {row['preempted']} preempted, "
+                f"{row['prefix_hit_tokens']:,} tokens from the prefix cache), {row['tokens']:,} tokens, "
+                f"{row['not_finite']} of them not finite. {row['sparse_rows']:,} sparse rows, "
+                f"{row['eligible_rows']:,} eligible. Alone, {solo['equal']} of {solo['compared']} are answered "
+                f"alike, the others part at leads of up to {lead(solo)} nats."
             )
     one = rows_of[0]
     note = (

@@ -14,6 +14,16 @@ import triton.language as tl
 
 
 @triton.jit
+def uniform(x, ASM: tl.constexpr):
+    """An int32 that is the same in all lanes, so that the compiler knows it: kept once for the warp."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return x
+
+
+@triton.jit
 def exp2(x, ASM: tl.constexpr):
     """2**x by the special function unit; subnormals flush to 0."""
     if ASM:
@@ -189,12 +199,52 @@ def quad_sum(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def halves_max(x, ASM: tl.constexpr):
+    """The larger of lanes l and l ^ 16, in both."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 y;
+            shfl.sync.bfly.b32 y, $1, 16, 0x1f, 0xffffffff;
+            max.f32 $0, y, $1; }""",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    most = tl.max(tl.reshape(x, (2, 16)), 0)
+    return tl.reshape(tl.broadcast_to(most[None, :], (2, 16)), (32,))
+
+
+@triton.jit
+def halves_sum(x, ASM: tl.constexpr):
+    """The sum of lanes l and l ^ 16, in both."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 y;
+            shfl.sync.bfly.b32 y, $1, 16, 0x1f, 0xffffffff;
+            add.f32 $0, y, $1; }""",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    total = tl.sum(tl.reshape(x, (2, 16)), 0)
+    return tl.reshape(tl.broadcast_to(total[None, :], (2, 16)), (32,))
+
+
+@triton.jit
 def words_of(x):
-    """The four columns of x [32, 4]."""
-    even, odd = tl.split(tl.reshape(x, (32, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
+    """The columns of x [32, 4] or [32, 2]."""
+    if x.shape[1] == 4:
+        even, odd = tl.split(tl.reshape(x, (32, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        words = (first, second, third, fourth)
+    else:
+        words = tl.split(x)
+    return words
 
 
 @triton.jit
@@ -213,26 +263,21 @@ def mma_int8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
 
 @triton.jit
 def mma_rows(x, high, low, c0, c1, c2, c3):
-    """The products of rows x [32, W] with the query's high digits (rows 0 to 7) and low ones [32, W], plus c."""
-    if x.shape[1] == 4:
-        x0, x1, x2, x3 = words_of(x)
-        h0, h1, h2, h3 = words_of(high)
-        l0, l1, l2, l3 = words_of(low)
-        c0, c1, c2, c3 = mma_int8(h0, l0, h1, l1, x0, x1, c0, c1, c2, c3)
-        c0, c1, c2, c3 = mma_int8(h2, l2, h3, l3, x2, x3, c0, c1, c2, c3)
-    else:
-        x0, x1 = tl.split(x)
-        h0, h1 = tl.split(high)
-        l0, l1 = tl.split(low)
-        c0, c1, c2, c3 = mma_int8(h0, l0, h1, l1, x0, x1, c0, c1, c2, c3)
+    """The products of rows x with the query's high digits (rows 0 to 7) and low ones, W words each, plus c."""
+    for w in tl.static_range(0, len(x), 2):
+        c0, c1, c2, c3 = mma_int8(high[w], low[w], high[w + 1], low[w + 1], x[w], x[w + 1], c0, c1, c2, c3)
     return c0, c1, c2, c3
 
 
 @triton.jit
 def codes_of(x):
-    """The bytes of x [32, W] as int32, lanes 4 g + j brought together: [8, 16 W]."""
-    data = (x[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.int8).to(tl.int32)
-    return tl.reshape(data, (8, 16 * x.shape[1]))
+    """The bytes of W words x as int32, lanes 4 g + j brought together: [8, 16 W]."""
+    words = tl.join(x[0], x[1])
+    if len(x) == 4:
+        # [32, 2 of a pair, 2 pairs]
+        words = tl.reshape(tl.permute(tl.join(words, tl.join(x[2], x[3])), (0, 2, 1)), (32, 4))
+    data = (words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.int8).to(tl.int32)
+    return tl.reshape(data, (8, 16 * len(x)))
 
 
 @triton.jit
@@ -249,9 +294,9 @@ def project(first, second, query, ASM: tl.constexpr):
     """Products of 8 queries with 8 rows, 128 high + low digit, float32.
 
     Args:
-        first: [32, W] int32, the rows' first halves as int8: lane 4 g + j has 4 W elements from 4 W j on of row g.
+        first: W of [32] int32, the rows' first halves as int8: lane 4 g + j has 4 W elements from 4 W j on of row g.
         second: the same of the second halves.
-        query: four of [32, W] int32: high digits of the queries' first halves, low ones; of the second halves, high
+        query: four of W of [32] int32: high digits of the queries' first halves, low ones; of the second halves, high
             and low. Lane 4 g + j has as many of head g.
         ASM: whether it is compiled.
 
@@ -351,21 +396,70 @@ def pair_logits(z, other_z, early, other_early, late, other_late, R: tl.constexp
 
 
 @triton.jit
-def sum_tokens(a0, a1, a2, a3, sums, PAIR: tl.constexpr, ASM: tl.constexpr):
-    """Adds sums over 16 tokens of a pair of pages, in the lanes with j = PAIR.
+def quad_logits(z, early, late, ASM: tl.constexpr):
+    """Logits, less the center, of 16 tokens of four pages for four heads, at R = 8.
 
     Args:
-        a0: [32] words of two fp16 weights, lane 4 g + j: tokens 2 j and 2 j + 1 of head g in the first page.
-        a1: in the second page.
+        z: four of [32], projections onto the pages' bases, two fp16 a word: lane 4 g + j has ranks 2 j and 2 j + 1 of
+            head g % 4; of the first and third page where g < 4, else 0; of the others where g >= 4, else 0.
+        early: four of [32], coefficients, likewise, lane 4 g + j of token g.
+        late: of token g + 8.
+        ASM: whether it is compiled.
+
+    Returns:
+        Eight of [32] float32: lane 4 g + j has head g % 4; tokens 2 j and 2 j + 1 of page g // 4, of page 2 + g // 4;
+        then 2 j + 8 and 2 j + 9 of the one, of the other.
+    """
+    if ASM:
+        # Rows 0 to 7 are two pages' heads, and the other rows the other two's.
+        logits = tl.inline_asm_elementwise(
+            """{ .reg .b32 o; .reg .f32 z;
+            mov.b32 o, 0;
+            mov.f32 z, 0f00000000;
+            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+            {$0, $1, $2, $3}, {$8, o, $9, o}, {$12, $13}, {z, z, z, z};
+            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+            {$0, $1, $2, $3}, {o, $10, o, $11}, {$14, $15}, {$0, $1, $2, $3};
+            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+            {$4, $5, $6, $7}, {$8, o, $9, o}, {$16, $17}, {z, z, z, z};
+            mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+            {$4, $5, $6, $7}, {o, $10, o, $11}, {$18, $19}, {$4, $5, $6, $7}; }""",
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r",
+            [z[0], z[1], z[2], z[3]]
+            + [early[0], early[1], early[2], early[3]]
+            + [late[0], late[1], late[2], late[3]],
+            dtype=(tl.float32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b, c, d = dot_pair(z[0], z[2], early[0], early[2], 8)
+        e, f, g, h = dot_pair(z[1], z[3], early[1], early[3], 8)
+        logits = (a + e, b + f, c + g, d + h)
+        a, b, c, d = dot_pair(z[0], z[2], late[0], late[2], 8)
+        e, f, g, h = dot_pair(z[1], z[3], late[1], late[3], 8)
+        logits = logits + (a + e, b + f, c + g, d + h)
+    return logits
+
+
+@triton.jit
+def sum_tokens(a0, a1, a2, a3, sums, first: tl.constexpr, second: tl.constexpr, ASM: tl.constexpr):
+    """Adds sums over 16 tokens of two pages, of one in the lanes with j = first, of the other with j = second.
+
+    Args:
+        a0: [32] words of two fp16 weights, lane 4 g + j: tokens 2 j and 2 j + 1 of row g, a head of the first page.
+        a1: of the second page.
         a2: tokens 2 j + 8 and 2 j + 9 of the first page.
         a3: of the second.
         sums: four of [32] float32, what is added to: the first is of first pages, the third of second ones.
-        PAIR: of four pairs, which.
+        first: of four, which lanes.
+        second: of four; equal to `first`, or not.
         ASM: whether it is compiled.
     """
     if ASM:
-        # A product with ones in column 2 PAIR alone.
-        ones = tl.where(tl.arange(0, 32) // 4 == 2 * PAIR, 0x3C003C00, 0)
+        # A product with ones in columns 2 first and 2 second alone.
+        column = tl.arange(0, 32) // 4
+        ones = tl.where((column == 2 * first) | (column == 2 * second), 0x3C003C00, 0)
         sums = tl.inline_asm_elementwise(
             """mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
             {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $8}, {$9, $10, $11, $12};""",
@@ -376,12 +470,12 @@ def sum_tokens(a0, a1, a2, a3, sums, PAIR: tl.constexpr, ASM: tl.constexpr):
             pack=1,
         )
     else:
-        mine = (tl.arange(0, 32) & 3) == PAIR
+        j = tl.arange(0, 32) & 3
         x0, x1 = half_pair(a0)
         x2, x3 = half_pair(a2)
         y0, y1 = half_pair(a1)
         y2, y3 = half_pair(a3)
-        first = sums[0] + tl.where(mine, quad_sum(x0 + x1 + x2 + x3, ASM), 0.0)
-        second = sums[2] + tl.where(mine, quad_sum(y0 + y1 + y2 + y3, ASM), 0.0)
-        sums = (first, sums[1], second, sums[3])
+        of_first = tl.where(j == first, quad_sum(x0 + x1 + x2 + x3, ASM), 0.0)
+        of_second = tl.where(j == second, quad_sum(y0 + y1 + y2 + y3, ASM), 0.0)
+        sums = (sums[0] + of_first, sums[1], sums[2] + of_second, sums[3])
     return sums

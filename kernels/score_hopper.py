@@ -3,10 +3,12 @@
 `score.py` has the formula; here the operands of its products are quantised: the query to 15 bits, projections and the
 tokens' weights to 11. What is different, and why:
 
-* One warp is a program and takes 8 pages a step. What a step has used of them is loaded for the next step at once, into
-  the same registers; 16 programs a multiprocessor cover the rest of the latency.
+* One warp is a program and takes 8 pages a step. Records come by bulk copies into shared memory, two steps ahead
+  (`shared_records.py`): no load waits for a register, and whole records are read once.
 * The query is written as two int8 digits (15 bits). Rows 0-7 of the matrix unit's 16 hold the high digits of up to
   8 query heads, rows 8-15 the low ones: the padding to 16 rows does useful work. Integer products are exact.
+* Up to four heads stand there twice, so that a lane has a head of one of two pages: products of logits are then of four
+  pages in place of two, and what is done for each of their results is done half as often.
 * A nibble x is used as the int8 16 x: the low nibbles of four bytes are one shift and one mask away, the high ones one
   mask. The 16 is folded into the scale.
 * Every tensor is a register of the warp's lanes, as `hopper_asm.py` says, so that nothing moves between lanes but the
@@ -32,18 +34,33 @@ from .hopper_asm import (
     coefs,
     exp2,
     finite_bf16,
+    halves_max,
+    halves_sum,
     log2,
     pack_halves,
     pair_logits,
     project,
+    quad_logits,
     quad_max,
     quad_sum,
     sum_tokens,
+    uniform,
+    words_of,
 )
 from .quantise import quantise
+from .shared_records import (
+    buffer_address,
+    copy_step,
+    let_go,
+    load_blocks,
+    load_pair,
+    load_words,
+    record_place,
+    wait_for_copies,
+)
 
 # A chunk of a row has one log-sum-exp: 8 pages, and more where that would make more chunks than these.
-MAX_CHUNKS = 1024
+MAX_CHUNKS = 512
 
 # By rank: registers of a program (a warp), and programs a multiprocessor that they leave room for.
 REGISTERS = {4: 128, 8: 128}
@@ -61,159 +78,43 @@ NIBBLES = tl.constexpr(-0x0F0F0F10)
 
 
 @triton.jit
-def load_block(block_table_ptr, n, k, last_block, PER_BLOCK: tl.constexpr):
-    """The block of page n + k, and for a page behind the row the row's last one."""
-    return tl.load(block_table_ptr + tl.minimum((n + k) // PER_BLOCK, last_block))
-
-
-@triton.jit
-def record_unit(block, n, k, stride_r_b, stride_r_p, PER_BLOCK: tl.constexpr):
-    """Where the record of page n + k starts, in units of 16 bytes; n is a multiple of 8, k < 8."""
-    if PER_BLOCK & (PER_BLOCK - 1) != 0:
-        slot = (n + k) % PER_BLOCK
-    elif PER_BLOCK > 8:
-        slot = n % PER_BLOCK + k
-    else:
-        # Known before the loop.
-        slot = k % PER_BLOCK
-    return (block * stride_r_b + slot * stride_r_p).to(tl.int64)
-
-
-@triton.jit
-def load_places(block_table_ptr, n, last_block, lane, EACH: tl.constexpr, PER_BLOCK: tl.constexpr):
-    """The blocks of pages n .. n + 7, EACH of them in one; and in lane 4 g + j of pages n + g, n + 2 j, n + 2 j + 1."""
-    blocks = ()
-    for k in tl.static_range(0, 8, EACH):
-        blocks = blocks + (load_block(block_table_ptr, n, k, last_block, PER_BLOCK),)
-    of_row = load_block(block_table_ptr, n, lane // 4, last_block, PER_BLOCK)
-    even = load_block(block_table_ptr, n, lane % 4 * 2, last_block, PER_BLOCK)
-    odd = even
-    if EACH == 1:
-        odd = load_block(block_table_ptr, n, lane % 4 * 2 + 1, last_block, PER_BLOCK)
-    return blocks, of_row, even, odd
-
-
-@triton.jit
-def load_bases(
-    rec_ptr,
+def load_centers(
+    source,
+    lane,
+    query,
     unit,
-    other_unit,
-    lane,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    COEF_BITS: tl.constexpr,
-    VECTORS_AT: tl.constexpr,
-):
-    """Basis, coefficient codes and vector scales of a pair of pages, as `hopper_asm` has them.
-
-    Lane 4 g + j has of basis vector g 16 bytes (8 at D = 64), [32, W] words; of token g (and g + 8 in the high nibbles)
-    the codes of ranks 2 j and 2 j + 1, or with 8 bits a code of token g in the low half and g + 8 in the high one; and
-    two scales a word. At R = 8 there are three of each page; at R = 4 one tensor holds both pages: 8 vectors, 4 and 4,
-    and lanes with j < 2 have the first page's ranks.
-    """
-    first = load_basis(rec_ptr, tl.where(lane < 16, unit, other_unit) if R == 4 else unit, lane, R, D)
-    half = load_coefs(
-        rec_ptr,
-        tl.where(lane % 4 < 2, unit, other_unit) if R == 4 else unit,
-        lane,
-        R,
-        D + R * D // 2,
-        COEF_BITS,
-        VECTORS_AT,
-    )
-    if R == 4:
-        loaded = (first,) + half
-    else:
-        other = load_basis(rec_ptr, other_unit, lane, R, D)
-        other_half = load_coefs(rec_ptr, other_unit, lane, R, D + R * D // 2, COEF_BITS, VECTORS_AT)
-        loaded = (first,) + half + (other,) + other_half
-    return loaded
-
-
-@triton.jit
-def load_basis(rec_ptr, unit, lane, R: tl.constexpr, D: tl.constexpr):
-    """Words [32, W] of 8 basis vectors."""
-    W: tl.constexpr = D // 32
-    rec32 = rec_ptr.to(tl.pointer_type(tl.int32))
-    at = rec32 + (D // 4 + lane // 4 % R * (D // 8) + lane % 4 * W) + unit * 4
-    return tl.load(at[:, None] + tl.arange(0, W), eviction_policy="evict_first")
-
-
-@triton.jit
-def load_coefs(
-    rec_ptr,
-    unit,
-    lane,
-    R: tl.constexpr,
-    COEF_AT: tl.constexpr,
-    COEF_BITS: tl.constexpr,
-    VECTORS_AT: tl.constexpr,
-):
-    """Codes and vector scales, [32] int32 each."""
-    pair = lane % 4 % (R // 2)
-    at = rec_ptr.to(tl.pointer_type(tl.int16)) + (COEF_AT // 2 + lane // 4 * (R // 2) + pair) + unit * 8
-    codes = tl.load(at, eviction_policy="evict_first").to(tl.int32)
-    if COEF_BITS == 8:
-        # Tokens 8 .. 15.
-        later = tl.load(at + 4 * R, eviction_policy="evict_first").to(tl.int32)
-        codes = (codes & 0xFFFF) | (later << 16)
-    scales = tl.load(rec_ptr.to(tl.pointer_type(tl.int32)) + (VECTORS_AT // 4 + pair) + unit * 4)
-    return codes, scales
-
-
-@triton.jit
-def load_pair(
-    rec_ptr,
-    places,
-    n,
-    lane,
-    stride_r_b,
-    stride_r_p,
-    PAIR: tl.constexpr,
-    EACH: tl.constexpr,
+    norm,
+    FOUR: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
-    COEF_BITS: tl.constexpr,
     VECTORS_AT: tl.constexpr,
+    NBYTES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """`load_bases` of pages n + 2 PAIR and n + 2 PAIR + 1."""
-    K: tl.constexpr = 2 * PAIR
-    unit = record_unit(places[0][K // EACH], n, K, stride_r_b, stride_r_p, PER_BLOCK)
-    other_unit = record_unit(places[0][(K + 1) // EACH], n, K + 1, stride_r_b, stride_r_p, PER_BLOCK)
-    return load_bases(rec_ptr, unit, other_unit, lane, R, D, COEF_BITS, VECTORS_AT)
-
-
-@triton.jit
-def load_means(
-    rec_ptr,
-    places,
-    n,
-    lane,
-    stride_r_b,
-    stride_r_p,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    VECTORS_AT: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
-):
-    """Means of pages n .. n + 7, a row a page, as halves [32, W]; scale and variance of pages n + 2 j, n + 2 j + 1."""
-    W: tl.constexpr = D // 32
-    rec32 = rec_ptr.to(tl.pointer_type(tl.int32))
-    unit = record_unit(places[1], n, lane // 4, stride_r_b, stride_r_p, PER_BLOCK)
-    at = (rec32 + lane % 4 * W + unit * 4)[:, None] + tl.arange(0, W)
-    first = tl.load(at, eviction_policy="evict_first")
-    second = tl.load(at + D // 8, eviction_policy="evict_first")
-    of_mean = rec32 + (VECTORS_AT + 2 * R) // 4
-    even = record_unit(places[2], n, lane % 4 * 2, stride_r_b, stride_r_p, PER_BLOCK)
-    odd = record_unit(places[3], n, lane % 4 * 2 + 1, stride_r_b, stride_r_p, PER_BLOCK)
-    return first, second, tl.load(of_mean + even * 4), tl.load(of_mean + odd * 4)
+    """The means' logits and the variances' share, lane 4 g + j of pages 2 j and 2 j + 1, with FOUR of 2 j + g // 4."""
+    g, j = lane // 4, lane % 4
+    of_row = record_place(source, 0, g, j * (D // 8), NBYTES, PER_BLOCK, ASM)
+    first, second = load_words(of_row, 0, D // 32, ASM), load_words(of_row, D // 2, D // 32, ASM)
+    x, y = project(first, second, query, ASM)
+    dots = (tl.where(g < 4, x, y),) if FOUR else (x, y)
+    centers = ()
+    for k in tl.static_range(len(dots)):
+        at = record_place(source, k, 2 * j + g // 4 if FOUR else 2 * j, j * 0, NBYTES, PER_BLOCK, ASM)
+        (both,) = load_words(at, VECTORS_AT + 2 * R, 1, ASM)
+        scale, variance = bf16_pair(both)
+        centers = centers + (dots[k] * (scale * unit) + variance * norm,)
+    return centers
 
 
 @triton.jit
 def project_basis(basis, scales, query, step, ASM: tl.constexpr):
     """Projections of 8 queries onto 8 basis vectors in multiples of 1 / UNIT, two fp16 a word, [32]."""
-    x, y = project((basis << 4) & NIBBLES, basis & NIBBLES, query, ASM)
+    low, high = (), ()
+    for w in tl.static_range(len(basis)):
+        low = low + ((basis[w] << 4) & NIBBLES,)
+        high = high + (basis[w] & NIBBLES,)
+    x, y = project(low, high, query, ASM)
     # Where no record was written the bits are any; what is not finite would spread to the other pages of a product.
     first, second = bf16_pair(finite_bf16(scales, ASM))
     return pack_halves(x * (first * step), y * (second * step), ASM)
@@ -248,13 +149,41 @@ def weigh_pair(pair, query, step, R: tl.constexpr, COEF_BITS: tl.constexpr, ASM:
 
 
 @triton.jit
-def accumulate(x, y, best, mass, ASM: tl.constexpr):
-    """best and mass [32] of a running log2-sum-exp, with x and y in it; +inf, a marked page, is left out."""
-    x = tl.where(x < float("inf"), x, -float("inf"))
-    y = tl.where(y < float("inf"), y, -float("inf"))
-    new = tl.maximum(best, tl.maximum(x, y))
+def weigh_quad(pair, other, query, step, R: tl.constexpr, COEF_BITS: tl.constexpr, ASM: tl.constexpr):
+    """The same of two pairs for four heads: lane 4 g + j has head g % 4 and page g // 4 of a pair.
+
+    step: 0 where a projection is of another page than the lane's; at R = 8 two, of first and of second pages.
+    """
+    if R == 8:
+        z, early, late = (), (), ()
+        loaded = pair + other
+        for k in tl.static_range(4):
+            z = z + (project_basis(loaded[3 * k], loaded[3 * k + 2], query, step[k % 2], ASM),)
+            of_page = coefs(loaded[3 * k + 1], COEF_BITS, ASM)
+            early, late = early + (of_page[0],), late + (of_page[1],)
+        a0, b0, a1, b1, c0, d0, c1, d1 = quad_logits(z, early, late, ASM)
+    else:
+        z = project_basis(pair[0], pair[2], query, step[0], ASM)
+        other_z = project_basis(other[0], other[2], query, step[0], ASM)
+        early, late = coefs(pair[1], COEF_BITS, ASM)
+        other_early, other_late = coefs(other[1], COEF_BITS, ASM)
+        # Eight ranks are four of two pages.
+        a0, b0, a1, b1, c0, d0, c1, d1 = pair_logits(z, other_z, early, other_early, late, other_late, 8, ASM)
+    top_0, w0, w2 = token_weights(a0, b0, c0, d0, ASM)
+    top_1, w1, w3 = token_weights(a1, b1, c1, d1, ASM)
+    return top_0, top_1, w0, w1, w2, w3
+
+
+@triton.jit
+def accumulate(x, best, mass, ASM: tl.constexpr):
+    """best and mass [32] of a running log2-sum-exp, with the masses of x in it; +inf, a marked page, is left out."""
+    new = best
+    for k in tl.static_range(len(x)):
+        new = tl.maximum(new, tl.where(x[k] < float("inf"), x[k], -float("inf")))
     safe = tl.maximum(new, -1e30)
-    mass = mass * exp2(best - safe, ASM) + (exp2(x - safe, ASM) + exp2(y - safe, ASM))
+    mass = mass * exp2(best - safe, ASM)
+    for k in tl.static_range(len(x)):
+        mass += exp2(tl.where(x[k] < float("inf"), x[k], -float("inf")) - safe, ASM)
     return new, mass
 
 
@@ -262,11 +191,11 @@ def accumulate(x, y, best, mass, ASM: tl.constexpr):
 def scored_chunks(length, max_pages):
     """The newest page of rows of `length` tokens, the binary logarithm of a chunk's steps of 8 pages, and chunks.
 
-    A chunk is 8 pages, and more where that would make over 1024 of them: a matter of the row's own length alone.
+    A chunk is 8 pages, and more where that would make over 512 of them: a matter of the row's own length alone.
     """
     newest = (tl.minimum(length, max_pages * 16) + 15) // 16 - 1
     log_steps = newest * 0
-    for bound in tl.static_range(13, 24):
+    for bound in tl.static_range(12, 24):
         log_steps += (newest > (1 << bound)).to(tl.int32)
     return newest, log_steps, (newest + (8 << log_steps) - 1) >> (3 + log_steps)
 
@@ -304,11 +233,13 @@ def score_hopper_kernel(
     FILL: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    NBYTES: tl.constexpr,
+    PACKED: tl.constexpr,
     ASM: tl.constexpr,
     DEPENDENT: tl.constexpr,
     RELEASE: tl.constexpr,
 ):
-    """log_mass of chunks pid, pid + programs, ... of one (row, KV head), and each chunk's log-sum-exp."""
+    """log_mass of neighbouring chunks of one (row, KV head), and each chunk's log-sum-exp."""
     head = tl.program_id(1).to(tl.int64)
     if BLOCK_B > 1:
         off_b = tl.arange(0, BLOCK_B)
@@ -318,135 +249,193 @@ def score_hopper_kernel(
         if row >= num_rows:
             wait(DEPENDENT)
             return
+        row, pid, programs = uniform(row, ASM), uniform(pid, ASM), uniform(programs, ASM)
     else:
         row, pid, programs = 0, tl.program_id(0), tl.num_programs(0)
-    newest, log_steps, chunks = scored_chunks(tl.load(seq_lens_ptr + row), max_pages)
+    newest, log_steps, chunks = scored_chunks(uniform(tl.load(seq_lens_ptr + row), ASM), max_pages)
+    table_row = uniform(row // q_len, ASM).to(tl.int64)
     row = tl.cast(row, tl.int64)
     limit = newest + 1 - window_pages
-    last_block = (newest - 1) // PER_BLOCK
-    steps = 1 << log_steps
+    # Neighbouring chunks: their blocks' numbers are neighbours too, and most of them are loaded before.
+    first_chunk, end_chunk = pid * chunks // programs, (pid + 1) * chunks // programs
+    start = uniform(first_chunk, ASM) << log_steps
+    end = uniform(end_chunk, ASM) << log_steps
+    last_block = (tl.minimum(newest, end * 8) - 1) // PER_BLOCK
+    last_step = (1 << log_steps) - 1
     H: tl.constexpr = D // 2
     W: tl.constexpr = D // 32
     TILES: tl.constexpr = (G + 7) // 8
     # One load a block where blocks of a power of two of pages meet every step alike.
     EACH: tl.constexpr = tl.constexpr(1 if PER_BLOCK & (PER_BLOCK - 1) != 0 else min(PER_BLOCK, 8))
+    # One copy of neighbours.
+    RUN: tl.constexpr = tl.constexpr(EACH if PACKED else 1)
     item = (row * tl.num_programs(1) + head) * TILES
     # Opaque to the compiler, which would otherwise give a lane several neighbours' loads.
     lane = tl.arange(0, 32) ^ zero
     g = lane // 4
     j = lane % 4
+    # Of up to four heads a lane has one page a step, else two pages.
+    FOUR: tl.constexpr = G <= 4
+    own = g % 4 if FOUR else g
     rec_ptr += head * stride_r_h
-    block_table_ptr += row // q_len * stride_t_b
+    block_table_ptr += table_row * stride_t_b
     log_mass_ptr += row * stride_m_b + head * G * stride_m_h
     partial_ptr += row * stride_p_b + head * G * stride_p_h
-    if pid < chunks:
+    if start < end:
+        buffer = buffer_address(zero, NBYTES, ASM)
         for first in range(0, G, 8):
-            rounds = (chunks - pid + programs - 1) // programs * steps
             best = tl.full((32,), -float("inf"), tl.float32)
             mass = tl.zeros((32,), tl.float32)
-            n = pid * 8 * steps
-            places = load_places(block_table_ptr, n, last_block, lane, EACH, PER_BLOCK)
-            pairs = ()
-            for pair in tl.static_range(4):
-                pairs = pairs + (
-                    load_pair(
-                        rec_ptr,
-                        places,
-                        n,
-                        lane,
-                        stride_r_b,
-                        stride_r_p,
-                        pair,
-                        EACH,
-                        PER_BLOCK,
-                        R,
-                        D,
-                        COEF_BITS,
-                        VECTORS_AT,
-                    ),
+            # The number of a step, counted on from one set of heads to the next, says which half it takes.
+            turns = first // 8 * (end - start) - start
+            now = load_blocks(block_table_ptr, start * 8, last_block, EACH, PER_BLOCK, ASM)
+            soon = load_blocks(block_table_ptr, start * 8 + 8, last_block, EACH, PER_BLOCK, ASM)
+            blocks = load_blocks(block_table_ptr, start * 8 + 16, last_block, EACH, PER_BLOCK, ASM)
+            half = (start + turns) & 1
+            copy_step(
+                buffer,
+                half,
+                rec_ptr,
+                now,
+                start * 8,
+                stride_r_b,
+                stride_r_p,
+                NBYTES,
+                EACH,
+                RUN,
+                PER_BLOCK,
+                ASM,
+            )
+            if start + 1 < end:
+                copy_step(
+                    buffer,
+                    1 - half,
+                    rec_ptr,
+                    soon,
+                    start * 8 + 8,
+                    stride_r_b,
+                    stride_r_p,
+                    NBYTES,
+                    EACH,
+                    RUN,
+                    PER_BLOCK,
+                    ASM,
                 )
-            means = load_means(rec_ptr, places, n, lane, stride_r_b, stride_r_p, R, D, VECTORS_AT, PER_BLOCK)
             # The first records are on their way while the query is quantised.
             wait(DEPENDENT)
             release(RELEASE)
             # [32, W]
             digits = (digits_ptr + (item + first // 8) * (32 * H)).to(tl.pointer_type(tl.int32))
-            digits += (lane * W)[:, None] + tl.arange(0, W)
-            first_high, first_low = tl.load(digits), tl.load(digits + 2 * H)
-            second_high, second_low = tl.load(digits + 4 * H), tl.load(digits + 6 * H)
-            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + g)
-            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + g)
+            digits += ((own * 4 + j) * W)[:, None] + tl.arange(0, W)
+            query = ()
+            for part in tl.static_range(4):
+                query = query + (words_of(tl.load(digits + part * 2 * H)),)
+            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + own)
+            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + own)
             # An infinite variance stays infinite whatever the query is.
             norm = tl.maximum(norm, 1e-30) * (0.5 * LN2)
-            query = (first_high, first_low, second_high, second_low)
             step = unit * (0.0625 * UNIT)
-            next_n = ((pid + (1 >> log_steps) * programs) * steps + (1 & (steps - 1))) * 8
-            places = load_places(block_table_ptr, next_n, last_block, lane, EACH, PER_BLOCK)
-            # What a step has used is loaded for the next one at once, into the same registers; block numbers are
-            # loaded another step ahead.
-            for i in tl.range(0, rounds, num_stages=1):
-                center_0, center_1 = project(means[0], means[1], query, ASM)
-                mean_scale_0, variance_0 = bf16_pair(means[2])
-                mean_scale_1, variance_1 = bf16_pair(means[3])
-                center_0 = center_0 * (mean_scale_0 * unit) + variance_0 * norm
-                center_1 = center_1 * (mean_scale_1 * unit) + variance_1 * norm
-                means = load_means(
-                    rec_ptr, places, next_n, lane, stride_r_b, stride_r_p, R, D, VECTORS_AT, PER_BLOCK
-                )
+            if FOUR and R == 8:
+                steps = (tl.where(g < 4, step, 0.0), tl.where(g < 4, 0.0, step))
+            elif FOUR:
+                steps = (tl.where(g // 4 == j // 2, step, 0.0),)
+            for i in tl.range(start, end, num_stages=1):
+                n = i * 8
+                half = (i + turns) & 1
+                wait_for_copies(buffer, half, ((i + turns) >> 1) & 1, NBYTES, ASM)
+                at = buffer + half * (8 * NBYTES)
+                source = (at, rec_ptr, block_table_ptr, n, last_block, stride_r_b, stride_r_p)
                 sums = (tl.zeros((32,), tl.float32),) * 4
-                top_0 = tl.zeros((32,), tl.float32)
-                top_1 = top_0
-                next_pairs = ()
-                for pair in tl.static_range(4):
-                    first_top, second_top, w0, w1, w2, w3 = weigh_pair(
-                        pairs[pair], query, step, R, COEF_BITS, ASM
-                    )
-                    top_0 = tl.where(j == pair, first_top, top_0)
-                    top_1 = tl.where(j == pair, second_top, top_1)
-                    sums = sum_tokens(w0, w1, w2, w3, sums, pair, ASM)
-                    next_pairs = next_pairs + (
-                        load_pair(
-                            rec_ptr,
-                            places,
-                            next_n,
-                            lane,
-                            stride_r_b,
-                            stride_r_p,
-                            pair,
-                            EACH,
-                            PER_BLOCK,
-                            R,
-                            D,
-                            COEF_BITS,
-                            VECTORS_AT,
-                        ),
-                    )
-                pairs = next_pairs
-                log_mass_0 = top_0 * (1.0 / UNIT) + (log2(sums[0], ASM) + center_0)
-                log_mass_1 = top_1 * (1.0 / UNIT) + (log2(sums[2], ASM) + center_1)
-                after = i + 2
-                next_n = ((pid + (after >> log_steps) * programs) * steps + (after & (steps - 1))) * 8
-                places = load_places(block_table_ptr, next_n, last_block, lane, EACH, PER_BLOCK)
-                page = ((pid + (i >> log_steps) * programs) * steps + (i & (steps - 1))) * 8 + 2 * j
-                log_mass_0 = tl.where(page < newest, log_mass_0, -float("inf"))
-                log_mass_1 = tl.where(page + 1 < newest, log_mass_1, -float("inf"))
-                at = log_mass_ptr + (first + g)[:, None] * stride_m_h + page[:, None] + tl.arange(0, 2)
-                mask = (first + g < G)[:, None] & (page[:, None] + tl.arange(0, 2) < max_pages)
-                tl.store(at, tl.join(log_mass_0, log_mass_1) * LN2, mask=mask)
-                best, mass = accumulate(
-                    tl.where((page > 0) & (page < limit), log_mass_0, -float("inf")),
-                    tl.where(page + 1 < limit, log_mass_1, -float("inf")),
-                    best,
-                    mass,
-                    ASM,
+                tops = (tl.zeros((32,), tl.float32),) * 2
+                if FOUR:
+                    for quad in tl.static_range(2):
+                        loaded = ()
+                        for pair in tl.static_range(2):
+                            loaded = loaded + (
+                                load_pair(
+                                    source,
+                                    lane,
+                                    2 * quad + pair,
+                                    PER_BLOCK,
+                                    R,
+                                    D,
+                                    COEF_BITS,
+                                    VECTORS_AT,
+                                    NBYTES,
+                                    ASM,
+                                ),
+                            )
+                        first_top, second_top, w0, w1, w2, w3 = weigh_quad(
+                            loaded[0], loaded[1], query, steps, R, COEF_BITS, ASM
+                        )
+                        top = tl.where(
+                            j == 2 * quad, first_top, tl.where(j == 2 * quad + 1, second_top, tops[0])
+                        )
+                        tops = (top, top)
+                        sums = sum_tokens(w0, w1, w2, w3, sums, 2 * quad, 2 * quad + 1, ASM)
+                else:
+                    for pair in tl.static_range(4):
+                        loaded = load_pair(
+                            source, lane, pair, PER_BLOCK, R, D, COEF_BITS, VECTORS_AT, NBYTES, ASM
+                        )
+                        first_top, second_top, w0, w1, w2, w3 = weigh_pair(
+                            loaded, query, step, R, COEF_BITS, ASM
+                        )
+                        tops = (
+                            tl.where(j == pair, first_top, tops[0]),
+                            tl.where(j == pair, second_top, tops[1]),
+                        )
+                        sums = sum_tokens(w0, w1, w2, w3, sums, pair, pair, ASM)
+                centers = load_centers(
+                    source, lane, query, unit, norm, FOUR, PER_BLOCK, R, D, VECTORS_AT, NBYTES, ASM
                 )
-                if (i & (steps - 1)) == steps - 1:
-                    top = quad_max(best, ASM)
+                let_go(zero, ASM)
+                if i + 2 < end:
+                    copy_step(
+                        buffer,
+                        half,
+                        rec_ptr,
+                        blocks,
+                        n + 16,
+                        stride_r_b,
+                        stride_r_p,
+                        NBYTES,
+                        EACH,
+                        RUN,
+                        PER_BLOCK,
+                        ASM,
+                    )
+                blocks = load_blocks(block_table_ptr, n + 24, last_block, EACH, PER_BLOCK, ASM)
+                if FOUR:
+                    page = n + 2 * j + g // 4
+                    x = tops[0] * (1.0 / UNIT) + (
+                        log2(tl.where(j % 2 == 0, sums[0], sums[2]), ASM) + centers[0]
+                    )
+                    x = tl.where(page < newest, x, -float("inf"))
+                    to = log_mass_ptr + (first + own) * stride_m_h + page
+                    tl.store(to, x * LN2, mask=(first + own < G) & (page < max_pages))
+                    masses = (tl.where((page > 0) & (page < limit), x, -float("inf")),)
+                else:
+                    page = n + 2 * j
+                    x = tops[0] * (1.0 / UNIT) + (log2(sums[0], ASM) + centers[0])
+                    y = tops[1] * (1.0 / UNIT) + (log2(sums[2], ASM) + centers[1])
+                    x = tl.where(page < newest, x, -float("inf"))
+                    y = tl.where(page + 1 < newest, y, -float("inf"))
+                    to = log_mass_ptr + (first + g)[:, None] * stride_m_h + page[:, None] + tl.arange(0, 2)
+                    mask = (first + g < G)[:, None] & (page[:, None] + tl.arange(0, 2) < max_pages)
+                    tl.store(to, tl.join(x, y) * LN2, mask=mask)
+                    masses = (
+                        tl.where((page > 0) & (page < limit), x, -float("inf")),
+                        tl.where(page + 1 < limit, y, -float("inf")),
+                    )
+                best, mass = accumulate(masses, best, mass, ASM)
+                if (i & last_step) == last_step:
+                    top = quad_max(halves_max(best, ASM) if FOUR else best, ASM)
                     total = quad_sum(mass * exp2(best - tl.maximum(top, -1e30), ASM), ASM)
+                    total = halves_sum(total, ASM) if FOUR else total
                     total = tl.where(total > 0.0, top + log2(total, ASM), -float("inf")) * LN2
-                    chunk = pid + (i >> log_steps) * programs
-                    to_partial = partial_ptr + (first + g) * stride_p_h + chunk
-                    tl.store(to_partial, total, mask=(first + g < G) & (j == 0))
+                    to_partial = partial_ptr + (first + g) * stride_p_h + (i >> log_steps)
+                    tl.store(to_partial, total, mask=(g < G - first) & (j == 0))
                     best = tl.full((32,), -float("inf"), tl.float32)
                     mass = tl.zeros((32,), tl.float32)
     wait(DEPENDENT)
@@ -458,7 +447,7 @@ def score_hopper_kernel(
             tl.store(at, tl.full((FILL,), -float("inf"), tl.float32), mask=start + page < max_chunks)
     # Where nobody reads them, the masses of a wide table would be most of what is written.
     filled = max_pages if WHOLE else 0
-    for start in range((chunks * steps + pid * (FILL // 8)) * 8, filled, programs * FILL):
+    for start in range((chunks << (3 + log_steps)) + pid * FILL, filled, programs * FILL):
         for h in range(G):
             at = log_mass_ptr + h * stride_m_h + start + page
             tl.store(at, tl.full((FILL,), -float("inf"), tl.float32), mask=start + page < max_pages)
@@ -545,6 +534,8 @@ def score_hopper(
         FILL=256,
         WHOLE=whole,
         BLOCK_B=triton.next_power_of_2(B),
+        NBYTES=at.nbytes,
+        PACKED=records.stride(2) == at.nbytes,
         ASM=compiled,
         num_warps=1,
         num_stages=1,
@@ -571,8 +562,8 @@ def fits(q: Tensor, records: Tensor, fmt) -> bool:
     return (
         q.dtype in (torch.float16, torch.bfloat16)
         and shape_fits(fmt, q.shape[2], q.shape[1] // records.shape[1])
-        and records.stride(0) % 16 == 0
-        and records.stride(2) % 16 == 0
+        # A bulk copy's address is a multiple of 16 bytes.
+        and all(stride % 16 == 0 for stride in (*records.stride()[:3], records.data_ptr()))
         # Where a record starts is kept as 32 bits of units of 16 bytes.
         and records.shape[0] * records.stride(0) < 2**35
         and (records.device.type == "cpu" or torch.cuda.get_device_capability(records.device) >= (9, 0))

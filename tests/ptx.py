@@ -10,7 +10,7 @@ import re
 WAIT, RELEASE = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 _LABEL = re.compile(r"^(\$L\w+):")
 _BRANCH = re.compile(r"^(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L\w+);")
-_GUARD = re.compile(r"^@!?%p\d+\s+")
+_GUARD = re.compile(r"^@!?%?\w+\s+")
 
 
 def _statements(ptx: str) -> tuple[list[str], dict[str, int]]:
@@ -59,6 +59,8 @@ def faults(ptx: str) -> list[str]:
             following = following if plain != text else []
         elif plain.startswith(RELEASE):
             found.add("releases")
+        elif re.match(r"cp\.async\.bulk\.shared::cluster\.global", plain):
+            found.add("reads")
         elif re.match(r"(st|red|atom)(\.\w+)*\.global|cp\.async", plain):
             found.add("writes")
         elif re.match(r"ld(\.\w+)*\.global", plain):

@@ -45,10 +45,15 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
         seal.seal(pointers, cache, records, table, lengths, fmt)
         log_mass, total = score.score(q, records, table, lengths, fmt, scale=0.1, window_pages=2)
         if score_hopper.shape_fits(fmt, head_dim, group):
-            # One row, and several that share the programs out.
+            # One row, and several that share the programs out; the other rank, for three heads a group.
             for rows in (1, 2):
                 some = (q[:rows], records, table[:rows], lengths[:rows], fmt)
                 score.score(*some, scale=0.1, window_pages=2, exact=False)
+            other = SummaryFormat(page, 12 - rank)
+            scored = torch.zeros(8, heads, per_block, other.layout(head_dim).nbytes, dtype=torch.uint8)
+            score.score(
+                q[:, : 3 * heads], scored, table, lengths, other, scale=0.1, window_pages=2, exact=False
+            )
         logits.logits(q, records, table, lengths, fmt, scale=0.1)
         share = select.share(log_mass, total, heads)
         ids, counts = select.select(share, lengths, page=page, pages=16, window_pages=2)

@@ -112,6 +112,16 @@ def test_a_row_of_a_batch_is_its_solo_run_bit_by_bit(fmt):
         assert torch.equal(alone.total[0], together.total[b])
 
 
+@pytest.mark.parametrize("block", [48, 64])
+def test_records_may_stand_apart(block):
+    cache, fmt = paged_cache([16 * 20 + 3, 100], heads=2, block=block, dtype=torch.float16), SummaryFormat()
+    q, records = normal(2, 6, 64, seed=1, dtype=torch.float16), records_of(cache, fmt)
+    apart = records.new_full((*records.shape[:3], records.shape[3] + 32), 0xFF)[..., : records.shape[3]]
+    apart.copy_(records)
+    got, want = fast_mass(q, apart, cache, fmt), fast_mass(q, records, cache, fmt)
+    assert all(map(torch.equal, got, want))
+
+
 def test_behind_the_scored_pages_nothing_is_written_unless_asked_for():
     cache, fmt = paged_cache([200, 16 * 5, 0], heads=2, dtype=torch.float16), SummaryFormat()
     q, records = normal(3, 6, 64, seed=1, dtype=torch.float16), records_of(cache, fmt)
@@ -169,6 +179,9 @@ def test_the_shape_alone_decides_which_path_is_taken():
     q, records = normal(1, 2, 64, seed=1, dtype=torch.float16), records_of(cache, SummaryFormat())
     assert score_hopper.fits(q, records, SummaryFormat())
     assert not score_hopper.fits(q.float(), records, SummaryFormat())
+    # A copy starts at a multiple of 16 bytes.
+    odd = records.new_zeros((*records.shape[:3], records.shape[3] + 8))[..., : records.shape[3]]
+    assert not score_hopper.fits(q, odd, SummaryFormat())
     assert not score_hopper.fits(normal(1, 17, 64, seed=1, dtype=torch.float16), records, SummaryFormat())
     for other in (
         SummaryFormat(16, 2),

@@ -37,8 +37,6 @@ from locks.types import PageList, PageMass
 
 # Layers whose pages are sealed in one launch.
 SEALED = 40
-# Our own dense attention keeps a partial output for every 8 pages of the longest row; beyond this it is left out.
-MAX_PARTIAL_BYTES = 4e9
 # What tells rows apart: a later run's row takes the place of an equal one.
 IDENTITY = ("op", "impl", "model", "T", "B", "lengths", "R", "bits", "layout")
 
@@ -167,15 +165,6 @@ def peers_gate(shape: Shape, layer: Layer, state: Any) -> None:
     )
 
 
-def whole(lengths: list[int], heads: int, device: torch.device) -> PageList:
-    """All pages of rows of these lengths, for each of the KV heads."""
-    counts = torch.tensor([-(-tokens // PAGE) for tokens in lengths], dtype=torch.int32, device=device)
-    ids = torch.arange(-(-max(lengths) // PAGE), dtype=torch.int32, device=device)
-    return PageList(
-        ids.expand(len(lengths), heads, -1).contiguous(), counts[:, None].expand(-1, heads).contiguous()
-    )
-
-
 def dense_gate(shape: Shape, layer: Layer, name: str, out: Tensor) -> None:
     """Raises where dense attention's first or last row is not PyTorch's.
 
@@ -186,9 +175,10 @@ def dense_gate(shape: Shape, layer: Layer, name: str, out: Tensor) -> None:
     """
     for index in sorted({0, shape.B - 1}):
         q, table, lens = layer.row(index)
-        pages = whole([shape.lengths[index]], shape.Hkv, q.device)
+        # Not the table's other columns: PyTorch gathers what they name, too.
+        table = table[:, : -(-shape.lengths[index] // layer.k.shape[2])]
         want = torch_impl.sparse_attention(
-            q, layer.k, layer.v, table, lens, pages, page=PAGE, scale=shape.D**-0.5
+            q, layer.k, layer.v, table, lens, None, page=PAGE, scale=shape.D**-0.5
         ).out.float()
         error = float((out[index] - want[0]).norm() / want.norm())
         # Not the other way round: nan is no less than anything.
@@ -255,8 +245,11 @@ class Stages:
     def merge(self) -> Stage:
         """One set of partial outputs for all layers, as in a step, where they have just been written."""
         shape, x = self.shape, self.layers[0]
-        pages = shape.budget // PAGE
-        work = attend_op.workspace(shape.B, shape.Hq, pages, PAGE, shape.D, shape.D, x.k.device)
+        config = attend_op.default_config(PAGE, shape.D, x.k.device)
+        plan = attend_op.default_plan(
+            shape.budget // PAGE, 0, page=PAGE, head_dim=shape.D, num_kv_heads=shape.Hkv, config=config
+        )
+        work = attend_op.workspace(shape.B, shape.Hq, plan.splits, shape.D, x.k.device)
         out = (torch.empty_like(x.q), x.q.new_empty(x.q.shape[:2], dtype=torch.float32))
         attend_op.attend(*operands(x), *self.lists[0], **self.attention, out=out, work=work)
         nbytes = sum(one.numel() * one.element_size() for one in (*work, *out))
@@ -300,9 +293,8 @@ class Stages:
 
 
 def dense(shape: Shape, layers: list[Layer]) -> Stage:
-    """Our split kernel over all pages."""
-    pages = whole(shape.lengths, shape.Hkv, layers[0].k.device)
-    arguments = ((*operands(x), pages) for x in layers)
+    """Our split kernel over all pages, without a list of them."""
+    arguments = ((*operands(x), None) for x in layers)
     calls = each(triton_impl.sparse_attention, arguments, page=PAGE, scale=shape.D**-0.5)
     return Stage("dense", "locks", calls, shape.kv_bytes)
 
@@ -333,10 +325,9 @@ def _unless_refused(name: str) -> Iterator[None]:
 def measure_dense(report: Report, shape: Shape, layers: list[Layer], block: int) -> None:
     """Dense attention: our split kernel, PyTorch's, and vLLM's where it is."""
     layout = f"block {block}, shuffled"
-    if shape.B * shape.Hq * -(-shape.T // PAGE // 8) * 4 * shape.D <= MAX_PARTIAL_BYTES:
-        ours = dense(shape, layers)
-        dense_gate(shape, layers[0], "dense", ours.calls[0]().out)
-        report.add(shape, *ours, layout=layout)
+    ours = dense(shape, layers)
+    dense_gate(shape, layers[0], "dense", ours.calls[0]().out)
+    report.add(shape, *ours, layout=layout)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         with _unless_refused(backend.name):
             report.add(shape, *torch_dense(shape, layers, backend), layout="contiguous")

@@ -388,7 +388,7 @@ def sparse_attention(
     v_cache: Float[Tensor, "num_blocks Hkv block Dv"],
     block_table: Int32[Tensor, "B max_blocks"],
     seq_lens: Int32[Tensor, " B"],
-    pages: PageList,
+    pages: PageList | None,
     *,
     page: int,
     scale: float | None = None,
@@ -403,7 +403,8 @@ def sparse_attention(
         v_cache: [num_blocks, Hkv, block, Dv].
         block_table: [B, max_blocks] int32, or with one row for every q_len of q's.
         seq_lens: [B] int32; tokens at and behind it are not read.
-        pages: page_ids [B, Hkv, M] int32, counts [B, Hkv] int32.
+        pages: page_ids [B, Hkv, M] int32, counts [B, Hkv] int32; None for all pages of every row, which is dense
+            attention.
         page: P, tokens.
         scale: of the logits; None for D ** -0.5.
         impl: "triton", "torch" or None (Triton on a GPU).
@@ -417,15 +418,17 @@ def sparse_attention(
     """
     checks.page(page)
     dims = _cache(q, k_cache, v_cache, block_table, seq_lens, page)
-    checks.result("pages", pages, PageList)
     checks.scale(scale)
-    ids, counts = pages
-    checks.tensor("page_ids", ids, ("B", "Hkv", "M"), dims, dtypes=[torch.int32], device=q.device)
-    checks.tensor("counts", counts, ("B", "Hkv"), dims, dtypes=[torch.int32], device=q.device)
+    if pages is not None:
+        checks.result("pages", pages, PageList)
+        ids, counts = pages
+        checks.tensor("page_ids", ids, ("B", "Hkv", "M"), dims, dtypes=[torch.int32], device=q.device)
+        checks.tensor("counts", counts, ("B", "Hkv"), dims, dtypes=[torch.int32], device=q.device)
     if debug:
         table = row_table(block_table, dims["B"])
         checks.table_values(table, seq_lens, dims["num_blocks"], dims["block"])
-        checks.page_list_values(ids, counts, seq_lens, page)
+        if pages is not None:
+            checks.page_list_values(*pages, seq_lens, page)
     impl = resolve_impl(impl, q.device, q.dtype)
     if dims["B"] == 0 or dims["max_blocks"] == 0:
         lse = q.new_full((dims["B"], dims["Hq"]), -torch.inf, dtype=torch.float32)

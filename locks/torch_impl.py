@@ -213,13 +213,24 @@ def sparse_attention(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    pages: PageList,
+    pages: PageList | None,
     *,
     page: int,
     scale: float,
+    dense_below: int = 0,
     out: Tensor | None = None,
 ) -> Attended:
-    """softmax(scale * q K^T) V over the tokens of the listed pages, into `out` if it is given."""
+    """softmax(scale * q K^T) V over the tokens of the listed pages, into `out` if it is given.
+
+    Over all tokens of rows of fewer than `dense_below`, and without `pages` of all rows.
+    """
+    room = block_table.shape[1] * k_cache.shape[2]
+    if pages is None:
+        every = torch.arange(room // page, dtype=torch.int32, device=q.device)
+        size = (len(seq_lens), k_cache.shape[1])
+        pages = PageList(every.expand(*size, -1), every.new_full(size, len(every)))
+    elif dense_below:
+        pages = _or_whole(pages, seq_lens, dense_below, page=page, room=room)
     ids = pages.page_ids
     live = torch.arange(ids.shape[-1], device=ids.device) < pages.counts[..., None]
     keys, values = (
@@ -238,6 +249,16 @@ def sparse_attention(
     if out is not None:
         result = out.copy_(result)
     return Attended(result, lse.flatten(1, 2))
+
+
+def _or_whole(pages: PageList, seq_lens: Tensor, dense_below: int, *, page: int, room: int) -> PageList:
+    """`pages`, with all of a row's pages where it has fewer than `dense_below` tokens; a table has `room` tokens."""
+    whole = (seq_lens < dense_below)[:, None]
+    most = max(pages.page_ids.shape[-1], -(-min(dense_below - 1, room) // page))
+    index = torch.arange(most, dtype=torch.int32, device=seq_lens.device)
+    ids = torch.nn.functional.pad(pages.page_ids, (0, most - pages.page_ids.shape[-1]), value=-1)
+    count = num_pages(seq_lens.clamp(max=room), page)[:, None]
+    return PageList(torch.where(whole[..., None], index, ids), torch.where(whole, count, pages.counts))
 
 
 def append(

@@ -162,13 +162,18 @@ def sparse_attention(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    pages: PageList,
+    pages: PageList | None,
     *,
     page: int,
     scale: float,
+    dense_below: int = 0,
     out: Tensor | None = None,
 ) -> Attended:
-    """softmax(scale * q K^T) V over the tokens of the listed pages, into `out` if it is given."""
+    """softmax(scale * q K^T) V over the tokens of the listed pages, into `out` if it is given.
+
+    Over all tokens of rows of fewer than `dense_below`, and without `pages` of all rows.
+    """
+    ids, counts = pages or (None, None)
     into = None if out is None else (out, q.new_empty(q.shape[:2], dtype=torch.float32))
     return Attended(
         *attend_op.attend(
@@ -177,10 +182,11 @@ def sparse_attention(
             v_cache,
             block_table,
             seq_lens,
-            pages.page_ids,
-            pages.counts,
+            ids,
+            counts,
             page=page,
             scale=scale,
+            dense_below=dense_below,
             out=into,
         )
     )
@@ -284,6 +290,8 @@ def step_buffers(
     Hkv, Dv = records.shape[1], v_cache.shape[3]
     M, N = budget_pages(budget, fmt.page, window_pages), max_blocks * records.shape[2]
     scored = scoring = selecting = None
+    config = attend_op.default_config(fmt.page, max(D, Dv), device)
+    plan = attend_op.default_plan(M, 0, page=fmt.page, head_dim=max(D, Dv), num_kv_heads=Hkv, config=config)
     if N > M:
         scored = PageMass(
             torch.empty((B, Hq, N), dtype=torch.float32, device=device),
@@ -299,7 +307,7 @@ def step_buffers(
             torch.empty((B, Hkv, M), dtype=torch.int32, device=device),
             torch.empty((B, Hkv), dtype=torch.int32, device=device),
         ),
-        attend_op.workspace(B, Hq, M, fmt.page, D, Dv, device),
+        attend_op.workspace(B, Hq, plan.splits, Dv, device),
         Attended(
             torch.empty((B, Hq, Dv), dtype=q.dtype, device=device),
             torch.empty((B, Hq), dtype=torch.float32, device=device),

@@ -68,6 +68,11 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
         select.select(long, lengths, page=page, pages=128, window_pages=2)
         select.select(long, lengths, page=page, pages=1024, window_pages=2)
         _, lse = attend.attend(q, cache, cache, table, lengths, ids, counts, page=page, scale=0.1)
+        # Rows of several tiles a program: some of them, all of them, and long lists.
+        room, some = torch.zeros(2, 2048, dtype=torch.int32), torch.zeros(2, heads, 4096, dtype=torch.int32)
+        for lists, below in ((ids, 32768), (None, 0), (some, 0)):
+            listed = (lists, None if lists is None else counts)
+            attend.attend(q, cache, cache, room, lengths, *listed, page=page, scale=0.1, dense_below=below)
         of_records = (q, records, table, lengths, fmt)
         *_, low, upper = certify.certify(q, cache, *of_records[1:], log_mass, ids, counts, lse, scale=0.1)
         cover.cover(

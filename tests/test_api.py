@@ -310,8 +310,17 @@ def test_query_heads_that_do_not_divide_are_refused(operation):
     refused(operation, args, ValueError, "^q: expected a multiple of Hkv = 3 query heads, got Hq = 5$")
 
 
-@pytest.mark.parametrize(("operation", "name"), [("page_share", "mass"), ("sparse_attention", "pages")])
-@pytest.mark.parametrize("value", [None, 3, torch.zeros(2)])
+@pytest.mark.parametrize(
+    ("operation", "name", "value"),
+    [
+        ("page_share", "mass", None),
+        ("page_share", "mass", 3),
+        ("page_share", "mass", torch.zeros(2)),
+        # None stands for all pages.
+        ("sparse_attention", "pages", 3),
+        ("sparse_attention", "pages", torch.zeros(2)),
+    ],
+)
 def test_what_is_no_result_of_the_stage_before_is_refused(operation, name, value):
     args = {**arguments(operation), name: value}
     refused(operation, args, TypeError, rf"^{name}: expected a Page(Mass|List), got ")

@@ -295,3 +295,171 @@ def test_strided_queries_and_lists_attend_as_contiguous_ones(impl, dtype):
     got = sparse_attention(wide, cache.k, cache.v, table, cache.seq_lens, lists, page=16, impl=impl)
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
+
+
+def whole_pages(lengths: list[int], heads: int, page: int = 16) -> PageList:
+    return page_list(*[[list(range(-(-length // page)))] * heads for length in lengths])
+
+
+# Many tiles a program, in steps of one page, of two and of a part of one.
+PLANS = (attend_op.Plan(3, 16, 2), attend_op.Plan(2, 32, 3), attend_op.Plan(5, 16, 1))
+
+
+@by_impl
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("page", "block", "D", "Dv", "group", "dtype"),
+    [
+        (16, 16, 64, 128, 5, torch.float32),
+        (16, 128, 128, 128, 8, torch.float16),
+        (32, 64, 256, 96, 3, torch.float32),
+        (64, 64, 112, 64, 1, torch.float16),
+    ],
+)
+def test_without_a_list_attention_is_dense(impl, layout, page, block, D, Dv, group, dtype):
+    """Over rows of every length, the slots behind them full of nan."""
+    lengths = [0, 1, page, 9 * page + 5, 2 * page - 1]
+    cache = paged_cache(lengths, page=page, block=block, heads=2, D=D, Dv=Dv, dtype=dtype, layout=layout)
+    q, scale = normal(len(lengths), 2 * group, D, seed=1, dtype=dtype), D**-0.5
+    got = sparse_attention(q, *cache.args, None, page=page, scale=scale, impl=impl, debug=True)
+    pages = whole_pages(lengths, 2, page)
+    plain = reference.sparse_attention(q, *cache.args, pages, page=page, scale=scale, dtype=dtype)
+    oracle = reference.dense_attention(q, *cache.args, scale=scale)
+    assert_close_as_torch(got.out, plain.out, oracle.out, terms=output_terms(q, cache, scale))
+    assert_close_as_torch(got.lse, plain.lse, oracle.lse, terms=8.0)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@given(case=cases(finite_only=True), seed=st.integers(0, 2**16))
+@examples(4)
+def test_attention_in_steps_is_the_references(plan, case: Case, seed):
+    """Of some rows' lists and other rows' whole lengths."""
+    q, cache, page = case.q, case.cache, case.fmt.page
+    scale = case.scale / (1000 if q.dtype == torch.float16 else 1)
+    pages, below = some_pages(cache, page, seed), 4 * page
+    config = KernelConfig(block_n=max(1, 32 // page), num_warps=4)
+    options = {"page": page, "scale": scale, "dense_below": below, "config": config, "plan": plan}
+    out, lse = attend_op.attend(q, *cache.args, *pages, **options)
+    every = whole_pages(cache.seq_lens.tolist(), cache.k.shape[1], page)
+    lists = [
+        [(every if length < below else pages).page_ids[b, h].tolist() for h in range(cache.k.shape[1])]
+        for b, length in enumerate(cache.seq_lens.tolist())
+    ]
+    want = page_list(*[[[n for n in one if n >= 0] for one in row] for row in lists])
+    plain = reference.sparse_attention(q, *cache.args, want, page=page, scale=scale, dtype=q.dtype)
+    oracle = reference.sparse_attention(q, *cache.args, want, page=page, scale=scale)
+    assert_close_as_torch(out, plain.out, oracle.out, terms=output_terms(q, cache, scale))
+    assert_close_as_torch(lse, plain.lse, oracle.lse, terms=8.0)
+
+
+MIXED = [400, 33, 0, 150, 96, 95, 230]
+
+
+def mixed(
+    plan: attend_op.Plan, rows: slice = slice(None), columns: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sparse, idle, dense and covered rows, or some of them; dense rows' lists are of another row's pages."""
+    cache = paged_cache(MIXED, heads=2)
+    q = normal(len(MIXED), 6, 64, seed=1)
+    pages = page_list(
+        *[[[0, 2, 3, 5, 8], [4]] if n in (400, 150) else [[0, 900], [-7]] for n in MIXED[:-1]],
+        [[0, 1, 13, 14], []],
+    )
+    args = q[rows], cache.k, cache.v, cache.block_table[rows, :columns], cache.seq_lens[rows]
+    config = KernelConfig(block_n=2, num_warps=4)
+    return attend_op.attend(
+        *args, *(x[rows] for x in pages), page=16, scale=0.3, dense_below=96, config=config, plan=plan
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_row_of_a_mixed_batch_attends_as_it_does_alone(plan):
+    """Bit for bit, over a table with less room, too; a row of exactly the bound is not dense."""
+    out, lse = mixed(plan)
+    for b, length in enumerate(MIXED):
+        alone = mixed(plan, slice(b, b + 1), -(-max(length, 1) // 16))
+        assert torch.equal(alone[0][0], out[b])
+        assert torch.equal(alone[1][0], lse[b])
+    cache, q = paged_cache(MIXED, heads=2), normal(len(MIXED), 6, 64, seed=1)
+    for b, keys in (
+        (1, [[0, 1, 2]] * 2),
+        (5, [list(range(6))] * 2),
+        (4, [[0], []]),
+        (6, [[0, 1, 13, 14], []]),
+    ):
+        want = reference.sparse_attention(
+            q[b : b + 1], *cache.row(b).args, page_list(keys), page=16, scale=0.3
+        )
+        torch.testing.assert_close(out[b].double(), want.out[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[b].double(), want.lse[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_dense_row_attends_as_with_a_list_of_its_pages(plan):
+    """Bit for bit, in a kernel that knows lists and in one that does not."""
+    lengths = [250, 17, 64]
+    cache, q = paged_cache(lengths, heads=2), normal(3, 4, 64, seed=1)
+    options = {"page": 16, "scale": 0.3, "config": KernelConfig(block_n=2, num_warps=4), "plan": plan}
+    want = attend_op.attend(q, *cache.args, *whole_pages(lengths, 2), **options)
+    some = page_list(*[[[0], [1]]] * 3)
+    for lists, below in (((None, None), 0), (some, 251)):
+        got = attend_op.attend(q, *cache.args, *lists, dense_below=below, **options)
+        assert all(map(torch.equal, got, want))
+
+
+def test_a_row_of_one_tile_a_split_attends_as_without_steps():
+    """Bit for bit, whatever longer rows need, and with splits that are left over."""
+    cache, q = paged_cache([40 * 16 - 3], heads=2), normal(1, 4, 64, seed=1)
+    pages = page_list([list(range(0, 40, 3)), [3, 4, 20]])
+    options = {"page": 16, "scale": 0.3, "config": KernelConfig(block_n=2, num_warps=4)}
+    want = attend_op.attend(q, *cache.args, *pages, **options)
+    for plan in (attend_op.Plan(7, 16, 2), attend_op.Plan(64, 16, 2), attend_op.Plan(40, 0, 1)):
+        got = attend_op.attend(q, *cache.args, *pages, **options, plan=plan)
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("stale", [math.nan, math.inf, 5.0])
+def test_what_a_call_left_is_not_added_to_the_next(stale):
+    cache, q = paged_cache([300, 20, 0], heads=2), normal(3, 4, 64, seed=1)
+    options = {"page": 16, "scale": 0.3, "config": KernelConfig(block_n=1, num_warps=4)}
+    work = attend_op.workspace(3, 4, 19, 64, DEVICE)
+    plan = attend_op.Plan(19, 0, 1)
+    want = attend_op.attend(q, *cache.args, None, None, **options, plan=plan)
+    for x in work:
+        x.fill_(stale)
+    got = attend_op.attend(q, *cache.args, None, None, **options, plan=plan, work=work)
+    assert all(map(torch.equal, got, want))
+    assert got[0].isfinite().all()
+    # Without tokens nothing is written but that.
+    assert (work.lse[1, :, 2:] == -math.inf).all()
+    torch.testing.assert_close(
+        work.part[1, :, 2:], torch.full_like(work.part[1, :, 2:], stale), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("part", "bad"), [("k", math.nan), ("v", math.nan), ("k", math.inf)])
+def test_a_non_finite_number_stays_through_later_steps(plan, part, bad):
+    cache, q = paged_cache([250, 250], heads=2), normal(2, 4, 64, seed=1)
+    options = {"page": 16, "scale": 0.3, "config": KernelConfig(block_n=2, num_warps=4), "plan": plan}
+    want = attend_op.attend(q, *cache.args, None, None, **options)
+    getattr(cache, part)[cache.block_table[0, 0], 1, 2] = bad
+    out, lse = attend_op.attend(q, *cache.args, None, None, **options)
+    assert out[0, 2:].isnan().any(-1).all()
+    assert torch.equal(out[0, :2], want[0][0, :2])
+    assert torch.equal(out[1], want[0][1])
+    assert torch.equal(lse[1], want[1][1])
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 32])
+def test_a_row_is_cut_by_its_own_length_alone(heads):
+    """Whatever the lists and the table have room for: the splits are as many, or more than the row has tiles."""
+    of = {"page": 16, "head_dim": 128, "num_kv_heads": heads, "config": KernelConfig(8, 4)}
+    assert attend_op.default_plan(128, 0, **of) == attend_op.Plan(16, 0, 4)
+    most = attend_op.default_plan(128, 2**16, **of)
+    for whole in (1, 100, 127, 128, 129, 1000, 4096):
+        plan = attend_op.default_plan(128, whole, **of)
+        tiles = max(16, -(-whole // 8))
+        assert plan.splits == min(most.splits, tiles)
+        assert (plan.step > 0) == (plan.splits < tiles)
+    assert 16 <= most.splits <= attend_op.MAX_SPLITS

@@ -15,7 +15,7 @@ def test_defaults_are_those_of_the_library():
     made = config.parse({}, "here")
     assert made == PluginConfig()
     assert made.fmt == SummaryFormat()
-    assert (made.budget, made.kept_pages, made.listed_pages, made.covered_below) == (2048, 128, 128, 2049)
+    assert (made.budget, made.kept_pages, made.covered_below) == (2048, 128, 2049)
 
 
 def test_every_option_is_taken():
@@ -33,7 +33,7 @@ def test_every_option_is_taken():
         "here",
     )
     assert made.fmt == SummaryFormat(page=32, rank=8, mean_bits=16, basis_bits=8, coef_bits=8)
-    assert (made.window_pages, made.listed_pages, made.covered_below) == (2, 32, 1000)
+    assert (made.window_pages, made.kept_pages, made.covered_below) == (2, 8, 1000)
 
 
 @pytest.mark.parametrize(

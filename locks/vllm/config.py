@@ -66,11 +66,6 @@ class PluginConfig:
         return self.budget // self.page
 
     @property
-    def listed_pages(self) -> int:
-        """The most pages that any row attends to, rows below `dense_below` included."""
-        return max(self.kept_pages, -(-self.dense_below // self.page))
-
-    @property
     def covered_below(self) -> int:
         """Rows of fewer tokens attend to all their pages."""
         return max(self.budget + 1, self.dense_below)

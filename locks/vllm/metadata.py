@@ -34,13 +34,15 @@ class Sealing:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Query tokens that decode: block_table [B, max_blocks], seq_lens [B] int32, and what to seal before.
+    """Query tokens that decode: block_table [B, max_blocks], seq_lens and scanned [B] int32, and what to seal before.
 
-    A row's length counts its own token and what came before it. A row that pads a CUDA graph has length 0.
+    A row's length counts its own token and what came before it. A row that pads a CUDA graph has length 0. `scanned` is
+    the length where summaries are read, and 0 for a row below the plugin's `dense_below`.
     """
 
     block_table: Tensor
     seq_lens: Tensor
+    scanned: Tensor
     sealing: Sealing
 
 
@@ -79,6 +81,7 @@ class BatchSplitter:
         self.max_rows = max_requests * query_len
         self.start = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.row_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
+        self.scanned = torch.zeros_like(self.row_lens)
         self.token = torch.arange(self.max_rows, dtype=torch.int32, device=device)
         self.row_table = torch.zeros((0, 0), dtype=torch.int32, device=device)
 
@@ -100,7 +103,7 @@ class BatchSplitter:
         start += lens
         sealing = Sealing(table, lens, start, max(1, -(-self.query_len // self.config.page)))
         if self.query_len == 1:
-            return DecodeRows(table, lens, sealing)
+            return DecodeRows(table, lens, self._scanned(lens), sealing)
         if self.row_table.shape[1] != table.shape[1]:
             self.row_table = table.new_zeros((self.max_rows, table.shape[1]))
         token = self.token[:tokens]
@@ -112,7 +115,12 @@ class BatchSplitter:
         torch.sub(lens[request], ends[request] - 1 - token, out=row_lens)
         row_lens.masked_fill_(padding, 0)
         torch.index_select(table, 0, request, out=row_table)
-        return DecodeRows(row_table, row_lens, sealing)
+        return DecodeRows(row_table, row_lens, self._scanned(row_lens), sealing)
+
+    def _scanned(self, lens: Tensor) -> Tensor:
+        """The rows' lengths, 0 where they are dense: an empty row to the scan."""
+        below = self.config.dense_below
+        return torch.mul(lens, lens >= below, out=self.scanned[: len(lens)]) if below else lens
 
     def prefill_sealing(self, common: Any) -> Sealing:
         """The pages that a batch of prefills (see `prefill_part`) completes."""

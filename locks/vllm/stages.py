@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 
-from locks.types import PageList
 from locks.vllm import config as settings
 from locks.vllm import plugin, refusals, stats
 from locks.vllm.config import PluginConfig
@@ -87,7 +86,14 @@ class LayerStages:
         for first in range(0, q.shape[0], step):
             part = slice(first, first + step)
             self._decode(
-                q[part], keys, values, records, rows.block_table[part], rows.seq_lens[part], out[part]
+                q[part],
+                keys,
+                values,
+                records,
+                rows.block_table[part],
+                rows.seq_lens[part],
+                rows.scanned[part],
+                out[part],
             )
 
     def _decode(
@@ -98,12 +104,10 @@ class LayerStages:
         records: Tensor,
         block_table: Tensor,
         seq_lens: Tensor,
+        scanned: Tensor,
         out: Tensor,
     ) -> None:
         config, work = self.config, self.work
-        # A row that takes all its pages is an empty one to the scan.
-        dense = seq_lens < config.dense_below if config.dense_below else None
-        scanned = seq_lens if dense is None else torch.where(dense, 0, seq_lens)
         pages = work.choose_pages(
             q,
             records,
@@ -114,20 +118,18 @@ class LayerStages:
             budget=config.budget,
             window_pages=config.window_pages,
         )
-        if dense is not None:
-            pages = self._all_pages(pages, seq_lens, dense)
         work.sparse_attention(
-            q, keys, values, block_table, seq_lens, pages, page=config.page, scale=self.scale, out=out
+            q,
+            keys,
+            values,
+            block_table,
+            seq_lens,
+            pages,
+            page=config.page,
+            scale=self.scale,
+            dense_below=config.dense_below,
+            out=out,
         )
-
-    def _all_pages(self, pages: PageList, seq_lens: Tensor, dense: Tensor) -> PageList:
-        """`pages`, with all of a row's pages where it is dense."""
-        listed, dense = self.config.listed_pages, dense[:, None]
-        count = ((seq_lens + (self.config.page - 1)) // self.config.page)[:, None]
-        index = torch.arange(listed, dtype=torch.int32, device=seq_lens.device)
-        every = torch.where(dense & (index < count), index, -1)[:, None]
-        chosen = torch.nn.functional.pad(pages.page_ids, (0, listed - pages.page_ids.shape[-1]), value=-1)
-        return PageList(torch.where(dense[:, None], every, chosen), torch.where(dense, count, pages.counts))
 
     def reserve(self, num_kv_heads: int, query: Tensor) -> None:
         """Runs a step of empty rows, so that vLLM's memory profile counts what the largest real one needs.
@@ -148,7 +150,7 @@ class LayerStages:
         q = query.new_zeros((rows, *query.shape[1:]))
         table = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
         lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._decode(q, cache, cache, records, table, lens, torch.empty_like(q))
+        self._decode(q, cache, cache, records, table, lens, lens, torch.empty_like(q))
 
 
 def open_layer(work: ModuleType, head_size: int, scale: float, **facts: Any) -> LayerStages:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from locks import decode, torch_impl, triton_impl
 from locks.vllm import stages
@@ -39,8 +40,8 @@ def common(new: list[int], lens: list[int], width: int = 8, tokens: int | None =
     )
 
 
-def splitter(query_len: int) -> BatchSplitter:
-    config = PluginConfig(budget=64)
+def splitter(query_len: int, dense_below: int = 0) -> BatchSplitter:
+    config = PluginConfig(budget=64, dense_below=dense_below)
     return BatchSplitter(config, 8, query_len, torch.device("cpu"), short_prompts_decode=True)
 
 
@@ -79,6 +80,26 @@ def test_drafts_of_different_lengths():
     assert torch.equal(got.block_table, batch.block_table_tensor[[0, 0, 0, 1, 2, 2]])
 
 
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_rows_below_the_bound_are_empty_to_the_scan(query_len: int):
+    rows = splitter(query_len, dense_below=50)
+    new = [query_len] * 2
+    got = rows.decode_rows(common(new, [40, 51]), 2, 2 * query_len)
+    lens = [40, 51] if query_len == 1 else [38, 39, 40, 49, 50, 51]
+    assert got.seq_lens.tolist() == lens
+    assert got.scanned.dtype == torch.int32
+    assert got.scanned.tolist() == [length if length >= 50 else 0 for length in lens]
+    # What a captured graph reads stays where it is.
+    again = rows.decode_rows(common(new, [70, 20]), 2, 2 * query_len)
+    assert again.scanned.data_ptr() == got.scanned.data_ptr()
+    assert again.scanned.tolist() == [length if length >= 50 else 0 for length in again.seq_lens.tolist()]
+
+
+def test_without_a_bound_every_row_is_scanned():
+    got = splitter(1).decode_rows(common([1, 1], [40, 51]), 2, 2)
+    assert got.scanned is got.seq_lens
+
+
 def test_what_is_left_of_a_mixed_batch():
     batch, rows = common([1, 1, 20, 7], [40, 64, 20, 100]), splitter(1)
     requests, tokens = rows.split(batch)
@@ -115,7 +136,8 @@ def test_gpu_stages_do_what_the_cpu_does(
     table = 1 + torch.randperm(rows * width, generator=rng, dtype=torch.int32).view(rows, width)
     q = torch.randn((rows, HQ, D), generator=rng)
     start = torch.zeros_like(lens)
-    step = DecodeRows(table, lens, Sealing(table, lens, start, 256 // page))
+    scanned = torch.where(lens < dense_below, 0, lens)
+    step = DecodeRows(table, lens, scanned, Sealing(table, lens, start, 256 // page))
     if small_passes:
         monkeypatch.setattr(stages, "PASS_BYTES", 1)
     outputs = []
@@ -136,6 +158,38 @@ def test_gpu_stages_do_what_the_cpu_does(
     assert close == (dense_below == 100 or page == 32)
 
 
+class Operations(TorchDispatchMode):
+    """Names of the operations of PyTorch that run, those of Triton's interpreter for each launch among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dense_rows_cost_no_launch():
+    rng = torch.Generator().manual_seed(0)
+    lens = torch.tensor([256, 200, 99], dtype=torch.int32)
+    width, rows = 256 // BLOCK, len(lens)
+    kv_cache = torch.randn((1 + rows * width, HKV, BLOCK, 2 * D), generator=rng)
+    table = 1 + torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+    q, out = torch.randn((rows, HQ, D), generator=rng), torch.empty((rows, HQ, D))
+    names = []
+    for dense_below in (0, 100):
+        config = PluginConfig(budget=64, dense_below=dense_below)
+        scanned = torch.where(lens < dense_below, 0, lens)
+        step = DecodeRows(table, lens, scanned, Sealing(table, lens, torch.zeros_like(lens), 16))
+        made = layer(config, triton_impl, kv_cache)
+        made.seal_prefill(kv_cache, step.sealing)
+        with Operations() as seen:
+            made.decode(q, kv_cache, step, out)
+        names.append(seen.names)
+    assert names[0] == names[1] != []
+
+
 def test_a_layer_hands_its_settings_on():
     """The pages and the output of `locks.decode` with the layer's scale, budget, page and window."""
     config = PluginConfig(budget=96, page=16, window_pages=3)
@@ -147,7 +201,7 @@ def test_a_layer_hands_its_settings_on():
     q, out = torch.randn((rows, HQ, D), generator=rng), torch.full((rows, HQ, D), torch.nan)
     made = layer(config, torch_impl, kv_cache)
     made.scale = 0.3
-    step = DecodeRows(table, lens, Sealing(table, lens, torch.zeros_like(lens), 256 // 16))
+    step = DecodeRows(table, lens, lens, Sealing(table, lens, torch.zeros_like(lens), 256 // 16))
     made.seal_prefill(kv_cache, step.sealing)
     made.decode(q, kv_cache, step, out)
     options = {"budget": 96, "scale": 0.3, "window_pages": 3, "impl": "torch"}

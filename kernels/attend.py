@@ -15,8 +15,9 @@ from torch import Tensor
 from .config import KernelConfig, device_name, tuned
 from .dependent import dependent, release, wait
 
-# So many partial outputs are added up in little more time than one.
+# So many partial outputs of a list are added up in little more time than one; and the most of a whole row.
 MAX_SPLITS = 64
+WHOLE_SPLITS = 66
 
 
 @triton.jit
@@ -394,14 +395,16 @@ def default_plan(
 ) -> Plan:
     """The plan for lists of `listed` pages and whole rows of `whole` pages at most.
 
-    The programs of a whole row are about as many as the GPU runs at once; those of a list one for each tile, as far as
+    A whole row has two programs for each of an H200's multiprocessors; a list one for each tile, as far as
     `merge_kernel` adds them up fast. A row's cut is the same in every plan that has more splits than the row has tiles.
     """
     tile = config.block_n
     tiles = triton.cdiv(listed, tile), triton.cdiv(whole, tile)
-    splits = max(min(tiles[0], MAX_SPLITS), min(tiles[1], max(16, min(MAX_SPLITS, 256 // num_kv_heads))))
-    step = min(tile * page, 32 if head_dim <= 128 else 16)
-    return Plan(splits, step if splits < max(tiles) else 0, 4)
+    splits = max(
+        min(tiles[0], MAX_SPLITS), min(tiles[1], max(16, min(WHOLE_SPLITS, 2 * 132 // num_kv_heads)))
+    )
+    step = min(tile * page, 64 if head_dim <= 128 else 32)
+    return Plan(splits, step if splits < max(tiles) else 0, 2)
 
 
 class Workspace(NamedTuple):

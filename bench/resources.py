@@ -57,7 +57,10 @@ SHARED_RESERVED = 1024
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reports for one kernel, and the code that it was given."""
+    """What ptxas reports for one kernel, and the code that it was given.
+
+    Shared memory is what Triton asks for at a launch and what inline assembly declares.
+    """
 
     name: str
     warps: int
@@ -110,12 +113,14 @@ def _compile(fn: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], arc
         command = [binaries / "cuobjdump", "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
+    # Triton's own is given at a launch and not in here; from Hopper on, what the system keeps is.
+    declared = max(0, found["SHARED"] - (SHARED_RESERVED if arch >= 90 else 0))
     return Resources(
         fn.fn.__name__,
         kernel.metadata.num_warps,
         found["REG"],
         found["STACK"],
-        kernel.metadata.shared,
+        kernel.metadata.shared + declared,
         kernel.asm["ptx"],
     )
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -148,6 +150,42 @@ def test_a_write_that_fails_leaves_the_table_as_it_was(tmp_path: Path) -> None:
             path,
         )
     assert json.loads(path.read_text()) == {"rows": []}
+
+
+@triton.jit
+def shared_kernel(out_ptr, REDUCED: tl.constexpr, DECLARED: tl.constexpr):
+    """Takes shared memory of Triton's, of its own declaration, both or none."""
+    off = tl.arange(0, 128)
+    x = off
+    if REDUCED:
+        x = x + tl.sum(off, 0)
+    if DECLARED:
+        x = tl.inline_asm_elementwise(
+            """{ .shared .align 16 .b8 own[4096]; .reg .u32 t; mov.u32 t, own;
+            st.shared.b32 [t], $1; ld.shared.b32 $0, [t]; }""",
+            "=r,r",
+            [x],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    tl.store(out_ptr + off, x)
+
+
+@pytest.mark.parametrize("arch", [89, 90])
+def test_shared_memory_is_what_a_launch_and_what_the_code_asks_for(arch: int) -> None:
+    script = (
+        "import torch\n"
+        "from tests.test_bench_tune import capture, shared_kernel\n"
+        f"with capture({arch}) as done:\n"
+        "    for flags in ((False, False), (False, True), (True, False), (True, True)):\n"
+        "        shared_kernel[(1,)](torch.zeros(128, dtype=torch.int32), *flags)\n"
+        "print(*(one.shared_bytes for one in done))\n"
+    )
+    none, declared, reduced, both = map(int, run_compiled("-c", script).split())
+    assert (none, declared) == (0, 4096)
+    assert 0 < reduced < 1024
+    assert both == reduced + declared
 
 
 def test_nothing_is_compiled_in_the_interpreter() -> None:

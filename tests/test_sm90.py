@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from bench.resources import SHARED_RESERVED, Resources, occupancy
+from locks import SummaryFormat
 from tests.helpers import ROOT, run_compiled
 from tests.ptx import faults
 
@@ -47,6 +49,11 @@ def test_every_stage_compiles_for_hopper(
 ) -> None:
     found = json.loads(run_compiled(str(ROOT / "tests" / "sm90.py"), json.dumps(shape)))
     assert {one["name"] for one in found} == kernels
+    ranks, head_dim = {shape["rank"], 12 - shape["rank"]}, shape["head_dim"]
+    buffers = {16 * SummaryFormat(shape["page"], rank).layout(head_dim).nbytes + 16 for rank in ranks}
+    # Two halves of 8 records and their barriers, and nothing that goes from lane to lane through memory.
+    scans = {one["shared_bytes"] for one in found if one["name"] == "score_hopper_kernel"}
+    assert scans == (buffers if kernels >= FAST else set())
     for one in found:
         assert one["shared_bytes"] <= 100 * 1024, one
         assert one["stack_bytes"] == 0 or one["name"] in may_spill, one
@@ -57,8 +64,11 @@ def test_every_stage_compiles_for_hopper(
             # 16 programs of one warp a multiprocessor.
             assert one["registers"] <= 128, one
             assert one["stack_bytes"] == 0, one
-            # Every tensor is a register of its lane: nothing goes from lane to lane through memory.
-            assert one["shared_bytes"] == 0, one
+            assert 16 * (one["shared_bytes"] + SHARED_RESERVED) <= 227 * 1024, one
+            used = Resources(
+                *(one[key] for key in ("name", "warps", "registers", "stack_bytes", "shared_bytes"))
+            )
+            assert occupancy(used, 90) >= 16, one
 
 
 KERNEL = """.visible .entry kernel(

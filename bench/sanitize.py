@@ -20,24 +20,28 @@ import typer
 
 import locks
 from locks import SummaryFormat, triton_impl
+from locks.kernels import attend, score, score_hopper
+from locks.kernels.config import KernelConfig
 from locks.types import PageMass
 
 TOOLS = ("memcheck", "racecheck")
 # Idle, within the first page, at and behind the end of one, more than the budget.
 LENGTHS = (0, 5, 16, 33, 150, 331)
 BUDGET = 96
+# Tokens a block, rank, head dimension and query heads a KV head of long scans.
+SCANS = ((16, 4, 64, 3), (48, 8, 128, 4), (64, 4, 128, 8), (16, 8, 64, 8), (48, 4, 128, 12), (64, 8, 64, 1))
 
 
 def cache(
-    fmt: SummaryFormat, head_dim: int, block: int, *, device: str, dtype: torch.dtype
+    fmt: SummaryFormat, head_dim: int, block: int, group: int = 3, *, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A paged cache of ragged rows, two KV heads, and three queries a KV head."""
+    """A paged cache of ragged rows, two KV heads, and `group` queries a KV head."""
     gen = torch.Generator(device).manual_seed(fmt.rank)
     width = -(-max(LENGTHS) // block)
     options = {"device": device, "dtype": dtype, "generator": gen}
     k, v = (torch.randn(len(LENGTHS) * width, 2, block, head_dim, **options) for _ in range(2))
     return {
-        "q": torch.randn(len(LENGTHS), 6, head_dim, **options),
+        "q": torch.randn(len(LENGTHS), 2 * group, head_dim, **options),
         "k_cache": k,
         "v_cache": v,
         "block_table": torch.randperm(len(k), device=device, generator=gen).int().view(len(LENGTHS), width),
@@ -59,6 +63,45 @@ def steps(fmt: SummaryFormat, head_dim: int, block: int, **where: Any) -> None:
         locks.decode(**made, records=records, budget=BUDGET, impl="triton", **more)
     # No row can be longer: every page is listed.
     locks.decode(**made, records=records, budget=table.shape[1] * block, impl="triton")
+
+
+def scans(fmt: SummaryFormat, head_dim: int, block: int, group: int, **where: Any) -> None:
+    """Scans of rows so long that a program of few takes several steps, and chunks of one and of two steps."""
+    made = cache(fmt, head_dim, block, group, **where)
+    k, table = made["k_cache"], made["block_table"]
+    lens = torch.full_like(made["seq_lens"], table.shape[1] * block)
+    records = locks.summarize(k, table, lens, fmt, impl="triton")
+    pages = (4209, 1703, 0, 3)
+    long = table.flatten().repeat(pages[0])[: -(-pages[0] * fmt.page // block)].repeat(len(pages), 1)
+    lens = torch.tensor(pages, dtype=torch.int32, device=k.device) * fmt.page - 5
+    for rows in (1, len(pages)):
+        score.score(
+            made["q"][:rows],
+            records,
+            long[:rows],
+            lens[:rows].clamp(min=0),
+            fmt,
+            scale=0.1,
+            window_pages=2,
+            exact=False,
+            config=KernelConfig(8, 1, registers=score_hopper.REGISTERS[fmt.rank], programs=1),
+        )
+
+
+def attention(page: int, head_dim: int, block: int, **where: Any) -> None:
+    """Attention with and without lists and rows that are dense all the same, by one tile a program and in steps."""
+    made = cache(SummaryFormat(page, 4), head_dim, block, **where)
+    q, table, lens = made["q"], made["block_table"], made["seq_lens"]
+    # More pages than some rows have, every other one; the counts of some heads end before.
+    ids = torch.arange(0, -(-max(LENGTHS) // page), 2, dtype=torch.int32, device=q.device).repeat(
+        len(q), 2, 1
+    )
+    counts = (torch.arange(2 * len(q), dtype=torch.int32, device=q.device) % (ids.shape[2] + 1)).view(-1, 2)
+    arguments = q, made["k_cache"], made["v_cache"], table, lens
+    tiles = -(-max(LENGTHS) // attend.default_config(page, head_dim).block_n // page)
+    for plan in (attend.Plan(tiles, 0, 1), attend.Plan(1, 32, 4), attend.Plan(2, 32, 4)):
+        for listed, below in (((ids, counts), 0), ((ids, counts), 151), ((None, None), 0)):
+            attend.attend(*arguments, *listed, page=page, scale=0.1, dense_below=below, plan=plan)
 
 
 def decoder(q_len: int, **where: Any) -> None:
@@ -107,6 +150,13 @@ def every(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], N
         fmt = SummaryFormat(page, rank)
         name = f"steps, P {page}, R {rank}, D {head_dim}, blocks of {block}"
         yield name, lambda fmt=fmt, d=head_dim, block=block: steps(fmt, d, block, **where)
+    for block, rank, head_dim, group in SCANS:
+        fmt = SummaryFormat(16, rank)
+        name = f"long scans, R {rank}, D {head_dim}, G {group}, blocks of {block}"
+        yield name, lambda fmt=fmt, d=head_dim, block=block, g=group: scans(fmt, d, block, g, **where)
+    for page, head_dim, block in ((16, 64, 16), (32, 128, 96)):
+        name = f"attention, P {page}, D {head_dim}, blocks of {block}"
+        yield name, lambda page=page, d=head_dim, block=block: attention(page, d, block, **where)
     for q_len in (1, 2):
         yield f"decoder, {q_len} a step", lambda q_len=q_len: decoder(q_len, **where)
     yield "wide selections", lambda: wide(**where)

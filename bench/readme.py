@@ -159,17 +159,19 @@ def vllm() -> str:
                         f"{x['tpot_ms']:.2f} ({x['tpot_ms_min']:.2f}-{x['tpot_ms_max']:.2f})"
                         for x in (base, row)
                     ),
-                    f"{base['tpot_ms'] / row['tpot_ms']:.2f}x",
+                    f"{base['tpot_ms'] / row['tpot_ms']:.2f}x"
+                    + ("" if base["commit"] == row["commit"] else " *"),
                 ]
             )
     header = ["model", "GPUs", "context", "batch", "rank", "dense, ms", "LOCKS, ms", "dense / LOCKS"]
-    one = rows_of[0]
+    one = min(rows_of, key=lambda row: row["samples"])
+    commits = ", ".join(sorted({row["commit"][:7] for row in rows_of}))
     note = (
-        f"Time per output token, median of {one['samples']} (least-most); the model's shape with dummy weights, "
+        f"Time per output token, median of at least {one['samples']} (least-most); the model's shape with dummy weights, "
         f"{one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_tpot.json`, by "
         f"`PYTHONPATH=. python bench/vllm_tpot.py --batch 1 4 --rounds 1 --repeats {one['samples']}`. A sample is the "
         "difference of two requests over 64 tokens: where they spread by milliseconds, at 512K and 1024K, the ratio is "
-        "as rough."
+        f"as rough. Commits {commits}; *: dense and LOCKS are of different runs."
     )
     return _table(header, rows) + "\n\n" + note + "\n\n" + _first_tokens(result["rows"])
 

@@ -167,7 +167,7 @@ def vllm() -> str:
     one = min(rows_of, key=lambda row: row["samples"])
     commits = ", ".join(sorted({row["commit"][:7] for row in rows_of}))
     note = (
-        f"Time per output token, median of at least {one['samples']} (least-most); the model's shape with dummy weights, "
+        f"Time per output token, median of {one['samples']} or more (least-most); the model's shape, dummy weights, "
         f"{one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_tpot.json`, by "
         f"`PYTHONPATH=. python bench/vllm_tpot.py --batch 1 4 --rounds 1 --repeats {one['samples']}`. A sample is the "
         "difference of two requests over 64 tokens: where they spread by milliseconds, at 512K and 1024K, the ratio is "

@@ -407,6 +407,31 @@ def test_a_dense_row_attends_as_with_a_list_of_its_pages(plan):
         assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_in_steps_rows_of_any_number_of_pages_are_read_to_their_end(plan):
+    """Tiles of four pages, the last one of each row of one to four; up to three a program."""
+    lengths = [16 * n - 5 for n in range(4 * plan.splits + 1, 8 * plan.splits + 6, 3)]
+    cache, q = paged_cache(lengths), normal(len(lengths), 1, 64, seed=1)
+    config = KernelConfig(block_n=4, num_warps=4)
+    out, lse = attend_op.attend(q, *cache.args, None, None, page=16, scale=0.3, config=config, plan=plan)
+    want = reference.dense_attention(q, *cache.args, scale=0.3)
+    torch.testing.assert_close(out.double(), want.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want.lse, rtol=1e-5, atol=1e-5)
+
+
+def test_the_last_split_with_tokens_is_merged():
+    """Alone among those that are added up at once, and with splits without tokens behind it."""
+    lengths = [16 * n - 5 for n in (16, 17, 32, 33)]
+    cache, q = paged_cache(lengths), normal(len(lengths), 1, 64, seed=1)
+    options = {"page": 16, "scale": 0.3, "config": KernelConfig(block_n=1, num_warps=4)}
+    want = reference.dense_attention(q, *cache.args, scale=0.3)
+    for splits in (33, 40):
+        plan = attend_op.Plan(splits, 0, 1)
+        out, lse = attend_op.attend(q, *cache.args, None, None, **options, plan=plan)
+        torch.testing.assert_close(out.double(), want.out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), want.lse, rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_of_one_tile_a_split_attends_as_without_steps():
     """Bit for bit, whatever longer rows need, and with splits that are left over."""
     cache, q = paged_cache([40 * 16 - 3], heads=2), normal(1, 4, 64, seed=1)

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,7 +14,7 @@ from locks import SummaryFormat, page_mass, reference
 from locks.format import rotate, unpack
 from locks.kernels import score, score_hopper
 from locks.pages import gather_pages
-from tests.helpers import Cache, examples, ids, normal, paged_cache, records_of
+from tests.helpers import DEVICE, Cache, examples, generator, ids, normal, paged_cache, records_of
 
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 FORMATS = [SummaryFormat(16, rank, coef_bits=bits) for rank in (4, 8) for bits in (4, 8)]
@@ -191,6 +193,77 @@ def test_the_shape_alone_decides_which_path_is_taken():
         SummaryFormat(16, 4, 8, 4, 16),
     ):
         assert not score_hopper.fits(q, records, other)
+
+
+@pytest.mark.parametrize("per_block", [3, 8, 16])
+def test_masses_do_not_depend_on_how_pages_lie_in_blocks(per_block):
+    cache, fmt = paged_cache([16 * 37 + 3], dtype=torch.float16), SummaryFormat()
+    q, records = normal(1, 2, 64, seed=1, dtype=torch.float16), records_of(cache, fmt)
+    want = fast_mass(q, records, cache, fmt)
+    blocks = -(-38 // per_block)
+    order = torch.randperm(blocks, generator=generator(per_block)).to(DEVICE)
+    # [blocks, per_block, Hkv, bytes]; behind the row's end nan.
+    pages = records.new_full((blocks * per_block, 1, records.shape[3]), 0xFF)
+    pages[:38] = records[cache.block_table[0, :38].long(), :, 0]
+    apart = records.new_empty((blocks, 1, per_block, records.shape[3]))
+    apart[order] = pages.unflatten(0, (blocks, per_block)).transpose(1, 2)
+    got = fast_mass(q, apart, Cache(cache.k, cache.v, order.int()[None], cache.seq_lens), fmt)
+    assert torch.equal(got.log_mass[..., :37], want.log_mass[..., :37])
+    assert (got.log_mass[..., 37:] == -math.inf).all()
+    assert torch.equal(got.total, want.total)
+
+
+@triton.jit
+def chunks_kernel(lengths_ptr, out_ptr, max_pages, BLOCK: tl.constexpr):
+    off = tl.arange(0, BLOCK)
+    # pyright takes a kernel's arithmetic for calls that never return.
+    newest, log_steps, chunks = score_hopper.scored_chunks(  # pyright: ignore[reportGeneralTypeIssues]
+        tl.load(lengths_ptr + off), max_pages
+    )
+    tl.store(out_ptr + off * 3, newest)
+    tl.store(out_ptr + off * 3 + 1, log_steps)
+    tl.store(out_ptr + off * 3 + 2, chunks)
+
+
+def test_a_row_has_512_chunks_at_most_and_they_are_full_but_the_last():
+    room = 2**24
+    # The newest page is not scored.
+    edges = [
+        16 * pages + more for pages in (0, 1, 8, 9, *(2**n for n in range(12, 24))) for more in (0, 16, 17)
+    ]
+    lengths = [*edges, 16 * room, 16 * room + 1]
+    given = ids(*lengths, *[0] * (64 - len(lengths)))
+    out = given.new_full((64, 3), -7)
+    chunks_kernel[(1,)](given, out, room, BLOCK=triton.next_power_of_2(len(given)))
+    for length, (newest, log_steps, chunks) in zip(lengths, out.tolist(), strict=False):
+        assert newest == -(-min(length, 16 * room) // 16) - 1
+        steps = 2**log_steps
+        assert chunks == -(-max(newest, 0) // (8 * steps)) <= score_hopper.MAX_CHUNKS
+        assert steps == 1 or newest > 8 * steps // 2 * score_hopper.MAX_CHUNKS
+
+
+@triton.jit
+def short_chunks(length, max_pages):
+    """As of rows that are 256 times longer."""
+    newest = (tl.minimum(length, max_pages * 16) + 15) // 16 - 1
+    log_steps = newest * 0
+    for bound in tl.static_range(4, 16):  # pyright: ignore[reportGeneralTypeIssues]
+        log_steps += (newest > (1 << bound)).to(tl.int32)
+    return newest, log_steps, (newest + (8 << log_steps) - 1) >> (3 + log_steps)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there rows are as long as that")
+@pytest.mark.parametrize("group", [3, 8])
+def test_a_chunk_of_several_steps_is_summed_whole(group, monkeypatch):
+    cache, fmt = paged_cache([16 * 61 + 3, 16 * 23], dtype=torch.float16), SummaryFormat()
+    q, records = normal(2, group, 64, seed=1, dtype=torch.float16), records_of(cache, fmt)
+    want = fast_mass(q, records, cache, fmt, window_pages=2)
+    monkeypatch.setattr(score_hopper, "scored_chunks", short_chunks)
+    got = fast_mass(q, records, cache, fmt, window_pages=2)
+    assert torch.equal(got.log_mass, want.log_mass)
+    for row, pages in enumerate((60, 21)):
+        total = want.log_mass[row, :, 1:pages].double().logsumexp(-1)
+        torch.testing.assert_close(got.total[row].double(), total, rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from locks import PageList, reference, sparse_attention
+from locks import PageList, reference, sparse_attention, torch_impl, triton_impl
 from locks.kernels import attend as attend_op
 from locks.kernels.config import KernelConfig
 from tests.helpers import (
@@ -299,6 +299,23 @@ def test_strided_queries_and_lists_attend_as_contiguous_ones(impl, dtype):
 
 def whole_pages(lengths: list[int], heads: int, page: int = 16) -> PageList:
     return page_list(*[[list(range(-(-length // page)))] * heads for length in lengths])
+
+
+@pytest.mark.parametrize("work", [torch_impl, triton_impl], ids=["torch", "triton"])
+@pytest.mark.parametrize("below", [96, 2**31 - 1])
+def test_rows_of_fewer_tokens_than_a_bound_attend_to_all_of_their_pages(work, below):
+    """Whatever is listed for them, in a list with room for fewer; a row of exactly the bound is not among them."""
+    lengths = [400, 33, 0, 96, 95]
+    cache, q = paged_cache(lengths, heads=2), normal(len(lengths), 4, 64, seed=1)
+    lists = [[[0, 3, 5], [4]], [[0], []], [[], []], [[1, 5], [0, 2]], [[0, 900], [-7]]]
+    every = [[list(range(-(-length // 16)))] * 2 for length in lengths]
+    kept = [whole if n < below else some for n, whole, some in zip(lengths, every, lists, strict=True)]
+    want = reference.sparse_attention(q, *cache.args, page_list(*kept), page=16, scale=0.3)
+    got = work.sparse_attention(
+        q, *cache.args, page_list(*lists), page=16, scale=0.3, dense_below=below, out=torch.empty_like(q)
+    )
+    torch.testing.assert_close(got.out.double(), want.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse.double(), want.lse, rtol=1e-5, atol=1e-5)
 
 
 # Many tiles a program, in steps of one page, of two and of a part of one.

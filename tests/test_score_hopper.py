@@ -195,6 +195,17 @@ def test_the_shape_alone_decides_which_path_is_taken():
         assert not score_hopper.fits(q, records, other)
 
 
+@pytest.mark.parametrize("length", [16 * 11 + 3, 16 * 9, 16])
+def test_the_table_may_hold_anything_behind_the_scored_pages(length):
+    """Blocks that are nowhere: what is read there ends the program."""
+    cache, fmt = paged_cache([length], dtype=torch.float16, extra_columns=20), SummaryFormat()
+    q, records = normal(1, 2, 64, seed=1, dtype=torch.float16), records_of(cache, fmt)
+    want = fast_mass(q, records, cache, fmt)
+    cache.block_table[0, -(-length // 16) - 1 :] = 2**30
+    got = fast_mass(q, records, cache, fmt)
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("per_block", [3, 8, 16])
 def test_masses_do_not_depend_on_how_pages_lie_in_blocks(per_block):
     cache, fmt = paged_cache([16 * 37 + 3], dtype=torch.float16), SummaryFormat()

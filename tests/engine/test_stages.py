@@ -207,3 +207,20 @@ def test_a_layer_hands_its_settings_on():
     options = {"budget": 96, "scale": 0.3, "window_pages": 3, "impl": "torch"}
     want = decode(q, *made.views(kv_cache), table, lens, config.fmt, **options)
     assert torch.equal(out, want.out)
+
+
+@pytest.mark.parametrize("work", [torch_impl, triton_impl], ids=["torch", "triton"])
+def test_pages_are_chosen_by_the_lengths_that_the_scan_is_given(work: Any):
+    """So that a row that is dense costs no scan: as of an empty row nothing is listed, and only the bound gives all."""
+    config = PluginConfig(budget=64, dense_below=100)
+    lens = torch.tensor([160, 160, 99], dtype=torch.int32)
+    scanned = torch.tensor([160, 0, 0], dtype=torch.int32)
+    table = 1 + torch.arange(15, dtype=torch.int32).view(3, 5)
+    kv_cache = torch.randn((16, HKV, BLOCK, 2 * D), generator=torch.Generator().manual_seed(0))
+    q, out = torch.ones((3, HQ, D)), torch.full((3, HQ, D), torch.nan)
+    made = layer(config, work, kv_cache)
+    step = DecodeRows(table, lens, scanned, Sealing(table, lens, torch.zeros_like(lens), 10))
+    made.seal_prefill(kv_cache, step.sealing)
+    made.decode(q, kv_cache, step, out)
+    assert [bool(row.any()) for row in out] == [True, False, True]
+    assert bool(out.isfinite().all())

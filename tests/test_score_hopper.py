@@ -195,6 +195,14 @@ def test_the_shape_alone_decides_which_path_is_taken():
         assert not score_hopper.fits(q, records, other)
 
 
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_the_total_of_one_candidate_is_its_mass(group):
+    cache, fmt = paged_cache([35], dtype=torch.float16), SummaryFormat()
+    q, records = normal(1, group, 64, seed=1, dtype=torch.float16), records_of(cache, fmt)
+    log_mass, total = fast_mass(q, records, cache, fmt)
+    torch.testing.assert_close(total, log_mass[..., 1], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("length", [16 * 11 + 3, 16 * 9, 16])
 def test_the_table_may_hold_anything_behind_the_scored_pages(length):
     """Blocks that are nowhere: what is read there ends the program."""

@@ -401,7 +401,7 @@ def default_plan(
     tile = config.block_n
     tiles = triton.cdiv(listed, tile), triton.cdiv(whole, tile)
     splits = max(
-        min(tiles[0], MAX_SPLITS), min(tiles[1], max(16, min(WHOLE_SPLITS, 2 * 132 // num_kv_heads)))
+        1, min(tiles[0], MAX_SPLITS), min(tiles[1], max(16, min(WHOLE_SPLITS, 2 * 132 // num_kv_heads)))
     )
     # Measured at 128; at other widths a step of 64 tokens does not stay in registers.
     step = min(tile * page, 64 if head_dim == 128 else 32)
@@ -478,9 +478,10 @@ def attend(
     room = block_table.shape[1] * block_size
     config = config or default_config(page, max(D, DV), q.device)
     if page_ids is None or counts is None:
-        dense_below, M, strides = 2**31 - 1, 0, (0, 0, 0)
+        listed, M, strides, dense_below = False, 0, (0, 0, 0), 2**31 - 1
     else:
-        M, strides = page_ids.shape[2], (*page_ids.stride()[:2], counts.stride(0))
+        # An empty list is a list.
+        listed, M, strides = True, page_ids.shape[2], (*page_ids.stride()[:2], counts.stride(0))
     if plan is None:
         whole = triton.cdiv(max(0, min(room, dense_below - 1)), page)
         width = max(D, DV)
@@ -527,7 +528,7 @@ def attend(
         BLOCK_DV=triton.next_power_of_2(DV),
         STEP=plan.step,
         STAGES=plan.stages,
-        LISTED=M > 0,
+        LISTED=listed,
         DENSE=dense_below > 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

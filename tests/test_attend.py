@@ -143,6 +143,25 @@ def test_a_row_without_pages_gives_zero_and_minus_infinity(impl):
 
 
 @by_impl
+def test_a_list_without_room_is_an_empty_one(impl):
+    empty = PageList(page_list([[0]]).page_ids[..., :0], page_list([[]]).counts)
+    out, lse = sparse_attention(normal(1, 2, 64, seed=1), *paged_cache([40]).args, empty, page=16, impl=impl)
+    assert not out.any()
+    assert (lse == -math.inf).all()
+
+
+def test_a_list_without_room_beside_dense_rows_is_an_empty_one():
+    cache, q = paged_cache([200, 90]), normal(2, 2, 64, seed=1)
+    ids, counts = page_list([[0]], [[0]])
+    options = {"page": 16, "scale": 0.3}
+    want = attend_op.attend(q, *cache.args, None, None, **options)
+    out, lse = attend_op.attend(q, *cache.args, ids[..., :0], counts * 0, dense_below=100, **options)
+    assert not out[0].any()
+    assert (lse[0] == -math.inf).all()
+    assert torch.equal(out[1], want[0][1])
+
+
+@by_impl
 def test_entries_behind_the_count_are_not_read(impl):
     """Whatever they hold: a page of the row, one far outside, a negative one."""
     cache = paged_cache([100], heads=2)

@@ -206,6 +206,34 @@ def test_training_lowers_the_loss_and_goes_on_from_its_checkpoint(
     steps = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    for step in steps:
+        assert step["right_by_kind"] == {"niah_multikey_2": pytest.approx(step["right"], abs=1e-4)}
+
+
+def test_a_fault_in_training_leaves_the_steps_before_it(school: Any, tokenizer: Any, tmp_path: Path):
+    Trainer = script("train_retriever").Trainer
+    train = script("train_retriever").train
+
+    class Failing:
+        def lesson(self, length: int, *key: Any) -> Any:
+            if key[-1] > 12:
+                raise RuntimeError("no more lessons")
+            return school.lesson(512, *key)
+
+    def trainer() -> Any:
+        model = tiny(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=4096)
+        return Trainer(model.train(), tokenizer, peak=3e-3, minutes=5, longest=4096)
+
+    first, again = trainer(), trainer()
+    with pytest.raises(RuntimeError, match="no more lessons"):
+        train(first, Failing(), tmp_path, seed=0, stop=5, tokens=1024, workers=0)
+    again.restore(tmp_path)
+    assert again.progress == first.progress
+    assert again.progress.step > 0
+    # Kinds are told apart, and what is right of all is what is right of each.
+    steps = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert len({kind for step in steps for kind in step["right_by_kind"]}) > 1
+    assert all(0 <= share <= 1 for step in steps for share in step["right_by_kind"].values())
 
 
 def test_ruler_in_parts_and_processes_leaves_what_it_has_and_goes_on(tmp_path: Path):

@@ -40,6 +40,7 @@ class Lesson(NamedTuple):
 
     ids: list[int]
     labels: list[int]
+    kind: str
 
 
 class Writer:
@@ -111,7 +112,7 @@ class School:
             self._niah(writer, rng, length, ruler_niah.TASKS[kind])
         else:
             kinds[kind](writer, rng, length)
-        return Lesson(writer.ids[:length], writer.labels[:length])
+        return Lesson(writer.ids[:length], writer.labels[:length], kind)
 
     def _hay(self, rng: Random, essay: bool, room: int) -> list[list[int]]:
         """Sentences of prose from anywhere, or lines of noise, of `room` tokens at the most."""

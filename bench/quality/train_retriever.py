@@ -93,13 +93,15 @@ def padded(lessons: list[Lesson], pad: int, device: torch.device) -> tuple[Tenso
 
 
 def loss_of(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of -log p over the tokens that count, and how many of them are right; logits are made for those alone."""
+    """Sum of -log p over the tokens that count, and how many of each sequence are right [B]; only they get logits."""
     hidden = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
     wanted = labels[:, 1:]
     counts = wanted != IGNORED
     logits = model.lm_head(hidden[counts]).float()
     target = wanted[counts]
-    return cross_entropy(logits, target, reduction="sum"), (logits.argmax(-1) == target).sum()
+    right = torch.zeros(len(ids), device=ids.device)
+    right.index_add_(0, counts.nonzero()[:, 0], (logits.argmax(-1) == target).float())
+    return cross_entropy(logits, target, reduction="sum"), right
 
 
 def start(
@@ -156,28 +158,41 @@ class Trainer:
         """Of the time, what is spent."""
         return min(1.0, self.progress.seconds / (60 * self.minutes))
 
-    def step(self, batches: list[list[Lesson]]) -> dict[str, float]:
-        """One update from several batches of lessons."""
+    def step(self, batches: list[list[Lesson]]) -> dict[str, Any]:
+        """One update from several batches of lessons; its loss, and the share of tokens right, by kind too."""
         rate = learning_rate(self.share, self.peak)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         total = sum(label != IGNORED for batch in batches for lesson in batch for label in lesson.labels)
         loss = torch.zeros((), device=self.device)
-        right = torch.zeros((), device=self.device)
+        right: list[Tensor] = []
         for batch in batches:
             ids, labels = padded(batch, self.tokenizer.eos_token_id, self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 part, hits = loss_of(self.model, ids, labels)
             (part / total).backward()
             loss += part.detach()
-            right += hits
+            right.append(hits)
             self.progress.lessons += len(batch)
             self.progress.tokens += ids.numel()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
-        return {"loss": float(loss) / total, "right": float(right) / total, "rate": rate}
+        kinds: dict[str, list[float]] = {}
+        lessons = (lesson for batch in batches for lesson in batch)
+        for lesson, hits in zip(lessons, torch.cat(right).tolist(), strict=True):
+            of_kind = kinds.setdefault(lesson.kind, [0.0, 0.0])
+            of_kind[0] += hits
+            of_kind[1] += sum(label != IGNORED for label in lesson.labels)
+        return {
+            "loss": float(loss) / total,
+            "right": sum(hits for hits, _ in kinds.values()) / total,
+            "rate": rate,
+            "right_by_kind": {
+                kind: round(hits / asked, 4) for kind, (hits, asked) in sorted(kinds.items()) if asked
+            },
+        }
 
     def save(self, out: Path) -> None:
         """A checkpoint to go on from, whole or not at all."""
@@ -217,22 +232,25 @@ def train(
         collate_fn=_as_it_is,
     )
     source = iter(loader)
-    with (out / "train.jsonl").open("a", encoding="utf-8") as log, tqdm(total=100, unit="%") as bar:
-        while trainer.share < 1 and time.perf_counter() - began < 60 * stop:
-            length.fill_(stage_length(trainer.share, trainer.longest))
-            figures = trainer.step(_batches(source, tokens))
-            now = time.perf_counter()
-            trainer.progress.seconds += now - last
-            last = now
-            line = {**dataclasses.asdict(trainer.progress), "length": int(length), **figures}
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-            bar.set_postfix(
-                loss=f"{figures['loss']:.3f}", right=f"{figures['right']:.3f}", length=int(length)
-            )
-            bar.n = round(100 * trainer.share)
-            bar.refresh()
-    trainer.save(out)
+    try:
+        with (out / "train.jsonl").open("a", encoding="utf-8") as log, tqdm(total=100, unit="%") as bar:
+            while trainer.share < 1 and time.perf_counter() - began < 60 * stop:
+                length.fill_(stage_length(trainer.share, trainer.longest))
+                figures = trainer.step(_batches(source, tokens))
+                now = time.perf_counter()
+                trainer.progress.seconds += now - last
+                last = now
+                line = {**dataclasses.asdict(trainer.progress), "length": int(length), **figures}
+                log.write(json.dumps(line) + "\n")
+                log.flush()
+                bar.set_postfix(
+                    loss=f"{figures['loss']:.3f}", right=f"{figures['right']:.3f}", length=int(length)
+                )
+                bar.n = round(100 * trainer.share)
+                bar.refresh()
+    finally:
+        # What ends a call early does not take its steps along.
+        trainer.save(out)
 
 
 def _batches(source: Iterator[Lesson], tokens: int) -> list[list[Lesson]]:

@@ -6,8 +6,7 @@ Every operation works on a paged cache: `k_cache [num_blocks, Hkv, block, D]`, `
 allowed everywhere: it has no pages, its output is 0 and its lse -inf. Beside queries a table may have B / q_len rows:
 then q_len rows of `q` and `seq_lens`, one behind the other, are one sequence's, the tokens of a speculative step, each
 with its own length. Nothing waits for the device unless `debug=True`, which checks the values of lengths, block ids and
-page ids too. Values out of range without it: a length above the table's room counts as the room, a block id outside the
-cache is undefined behaviour (as an index error on a GPU is).
+page ids too. Without it a length above the table's room counts as the room, a block outside the cache is undefined behaviour.
 """
 
 from __future__ import annotations
@@ -403,8 +402,7 @@ def sparse_attention(
         v_cache: [num_blocks, Hkv, block, Dv].
         block_table: [B, max_blocks] int32, or with one row for every q_len of q's.
         seq_lens: [B] int32; tokens at and behind it are not read.
-        pages: page_ids [B, Hkv, M] int32, counts [B, Hkv] int32; None for all pages of every row, which is dense
-            attention.
+        pages: page_ids [B, Hkv, M] int32, counts [B, Hkv] int32; None for all pages of every row.
         page: P, tokens.
         scale: of the logits; None for D ** -0.5.
         impl: "triton", "torch" or None (Triton on a GPU).

@@ -6,7 +6,7 @@ Every operation works on a paged cache: `k_cache [num_blocks, Hkv, block, D]`, `
 allowed everywhere: it has no pages, its output is 0 and its lse -inf. Beside queries a table may have B / q_len rows:
 then q_len rows of `q` and `seq_lens`, one behind the other, are one sequence's, the tokens of a speculative step, each
 with its own length. Nothing waits for the device unless `debug=True`, which checks the values of lengths, block ids and
-page ids too. Without it a length above the table's room counts as the room, a block outside the cache is undefined behaviour.
+page ids too. Without it a length above the table's room counts as the room; a block outside the cache is undefined.
 """
 
 from __future__ import annotations

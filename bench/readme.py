@@ -18,6 +18,11 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def _digits(row: dict[str, Any]) -> str:
+    """A share of digits right and its interval."""
+    return f"{row['digits_right']:.3f} ({'-'.join(f'{end:.2f}' for end in row['digits_right_95'])})"
+
+
 def records() -> str:
     """Bytes of a record and its share of K+V."""
     rows = []
@@ -68,10 +73,7 @@ def needles() -> str:
     budgets = sorted({budget for found in cells.values() for budget in found})
     rows = []
     for name, found in cells.items():
-        digits = [
-            f"{found[b]['digits_right']:.3f} ({'-'.join(f'{end:.2f}' for end in found[b]['digits_right_95'])})"
-            for b in budgets
-        ]
+        digits = [_digits(found[b]) for b in budgets]
         rows.append([name, *digits, *(f"{found[b]['kl']:.3f}" for b in budgets)])
     header = ["selector", *(f"{b} tokens" for b in budgets), *(f"KL at {b}" for b in budgets)]
     note = (
@@ -203,29 +205,19 @@ def _first_tokens(rows_of: list[dict[str, Any]]) -> str:
 
 
 def vllm_needles() -> str:
-    """Digits right in vLLM by rank and budget, with the oracle's of the same questions."""
+    """Digits right in vLLM by rank and budget."""
     rows_of = json.loads((ROOT / "bench/results/h200/vllm_needles.json").read_text())["rows"]
-    found = {(row["rank"], row["budget"], row["tokens"]): row for row in rows_of}
-    lengths = sorted({row["tokens"] for row in rows_of})
+    found = {(row["tokens"], row["rank"], row["budget"]): row for row in rows_of}
     budgets = sorted({row["budget"] for row in rows_of if row["budget"]})
-    oracle = {}
-    for tokens in lengths:
-        file = ROOT / f"bench/results/h200/needles_{tokens}.json"
-        for row in json.loads(file.read_text())["rows"] if file.is_file() else ():
-            oracle[row["budget"], tokens] = row
-
-    def cell(row: dict[str, Any]) -> str:
-        return f"{row['digits_right']:.3f} ({'-'.join(f'{end:.2f}' for end in row['digits_right_95'])})"
-
-    rows = []
-    for tokens in lengths:
-        full = found[None, None, tokens]
-        for rank in sorted({row["rank"] for row in rows_of if row["rank"]}):
-            cells = [cell(found[rank, budget, tokens]) for budget in budgets]
-            rows.append([f"{tokens:,}", cell(full), f"rank {rank}", *cells])
-        if (budgets[0], tokens) in oracle:
-            cells = [cell(oracle[budget, tokens]) for budget in budgets]
-            rows.append([f"{tokens:,}", cell(oracle[None, tokens]), "oracle, transformers", *cells])
+    rows = [
+        [
+            f"{tokens:,}",
+            _digits(found[tokens, None, None]),
+            f"rank {rank}",
+            *(_digits(found[tokens, rank, budget]) for budget in budgets),
+        ]
+        for tokens, rank in sorted({(row["tokens"], row["rank"]) for row in rows_of if row["rank"]})
+    ]
     header = ["context", "full attention", "", *(f"{budget} tokens" for budget in budgets)]
     one = rows_of[0]
     note = (
@@ -237,39 +229,25 @@ def vllm_needles() -> str:
 
 
 def vllm_serving() -> str:
-    """What parity and the mixed load came to."""
+    """What parity came to."""
     rows_of = json.loads((ROOT / "bench/results/h200/vllm_serving.json").read_text())["rows"]
 
     def lead(compared: dict[str, Any]) -> str:
         return f"{max((one['lead_nats'] for one in compared['first_differences']), default=0):g}"
 
-    lines = []
-    for row in rows_of:
-        if row["measure"] == "parity":
-            own = row["dense_reordered"]
-            lines.append(
-                f"* Greedy answers of {row['answer_tokens']} tokens under a budget that covers the context: "
-                f"{row['equal']} of {row['compared']} prompts are answered as by vLLM's own attention; the others "
-                f"part where its first choice leads by {lead(row)} nats at most (bfloat16). Its own answers to the "
-                f"same prompts in another order are alike in {own['equal']} of {own['compared']}, and part at leads "
-                f"of up to {lead(own)}."
-            )
-        elif row["impl"] == "locks":
-            solo = row["solo"]
-            lines.append(
-                f"* {row['minutes']:g} minutes of mixed load: {row['requests']:,} requests "
-                f"({row['finished']:,} finished, {row['aborted']} aborted, {row['preempted']} preempted, "
-                f"{row['prefix_hit_tokens']:,} tokens from the prefix cache), {row['tokens']:,} tokens, "
-                f"{row['not_finite']} of them not finite. {row['sparse_rows']:,} sparse rows, "
-                f"{row['eligible_rows']:,} eligible. Alone, {solo['equal']} of {solo['compared']} are answered "
-                f"alike, the others part at leads of up to {lead(solo)} nats."
-            )
-    one = rows_of[0]
+    one = next(row for row in rows_of if row["measure"] == "parity")
+    own = one["dense_reordered"]
+    said = (
+        f"Greedy answers of {one['answer_tokens']} tokens under a budget that covers the context: {one['equal']} of "
+        f"{one['compared']} prompts are answered as by vLLM's own attention; the others part where its first choice "
+        f"leads by {lead(one)} nats at most (bfloat16). Its own answers to the same prompts in another order are alike "
+        f"in {own['equal']} of {own['compared']}, and part at leads of up to {lead(own)}."
+    )
     note = (
         f"{one['model']}, {one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_serving.json`, by "
-        "`PYTHONPATH=. python bench/vllm_serving.py parity mixed`."
+        "`PYTHONPATH=. python bench/vllm_serving.py parity`."
     )
-    return "\n".join(lines) + "\n\n" + note
+    return said + "\n\n" + note
 
 
 TABLES = {

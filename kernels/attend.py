@@ -1,7 +1,8 @@
 """Attend: softmax(scale * q K^T) V over the listed pages, split over pages and merged by log-sum-exp.
 
-One program attends to PAGES pages of one (row, KV head) for all query heads of its group and writes a normalised
-partial output with its lse; `merge` adds the partials in page order, so the sum's order is fixed.
+One program attends to a tile of PAGES pages of one (row, KV head), or to several tiles of a long row, for all query
+heads of its group and writes a normalised partial output with its lse; `merge` adds the partials in the order of their
+programs, so the sum's order is fixed.
 """
 
 from dataclasses import dataclass

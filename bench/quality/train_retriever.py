@@ -163,7 +163,9 @@ class Trainer:
         rate = learning_rate(self.share, self.peak)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        total = sum(label != IGNORED for batch in batches for lesson in batch for label in lesson.labels)
+        lessons = [lesson for batch in batches for lesson in batch]
+        asked = [sum(label != IGNORED for label in lesson.labels) for lesson in lessons]
+        total = sum(asked)
         loss = torch.zeros((), device=self.device)
         right: list[Tensor] = []
         for batch in batches:
@@ -180,18 +182,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         kinds: dict[str, list[float]] = {}
-        lessons = (lesson for batch in batches for lesson in batch)
-        for lesson, hits in zip(lessons, torch.cat(right).tolist(), strict=True):
+        for lesson, hits, of in zip(lessons, torch.cat(right).tolist(), asked, strict=True):
             of_kind = kinds.setdefault(lesson.kind, [0.0, 0.0])
             of_kind[0] += hits
-            of_kind[1] += sum(label != IGNORED for label in lesson.labels)
+            of_kind[1] += of
         return {
             "loss": float(loss) / total,
             "right": sum(hits for hits, _ in kinds.values()) / total,
             "rate": rate,
-            "right_by_kind": {
-                kind: round(hits / asked, 4) for kind, (hits, asked) in sorted(kinds.items()) if asked
-            },
+            "right_by_kind": {kind: round(hits / of, 4) for kind, (hits, of) in sorted(kinds.items()) if of},
         }
 
     def save(self, out: Path) -> None:

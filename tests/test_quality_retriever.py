@@ -75,9 +75,21 @@ def test_a_widened_model_says_what_the_old_one_said(head_dim: int, group: int):
     ids = torch.randint(64, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-    # The new keys are there to be used.
-    keys = wide.model.layers[0].self_attn.k_proj.weight.unflatten(0, (2, head_dim))
+    # What is new is there to be learnt: every new row of keys has a query, every new head an output to grow.
+    wide.train()(ids, labels=ids).loss.backward()
+    keys = wide.model.layers[0].self_attn.k_proj.weight.grad.unflatten(0, (2, head_dim))
+    outputs = wide.model.layers[0].self_attn.o_proj.weight.grad.unflatten(1, (2 * group, head_dim))
     assert bool((keys.norm(dim=-1) > 0).all())
+    assert bool((outputs.norm(dim=0) > 0).all())
+
+
+def test_a_widened_model_may_turn_more_slowly():
+    widen = script("widen").widen
+
+    wide = widen(tiny(), head_dim=32, group=4, context=256, theta=40_000.0)
+    own = widen(tiny(), head_dim=32, group=4, context=256)
+    assert wide.config.rope_parameters["rope_theta"] == 40_000.0
+    assert wide.model.rotary_emb.inv_freq[-1] < own.model.rotary_emb.inv_freq[-1]
 
 
 def test_a_model_is_not_narrowed():

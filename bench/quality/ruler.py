@@ -88,8 +88,11 @@ def tasks_of(setup: Setup, names: Sequence[str], tokenizer: Any) -> list[Task]:
 
 @functools.cache
 def load(path: Path) -> tuple[Any, Any]:
-    """The model, once a process."""
+    """The model, once a process; the processes take turns at the devices."""
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        (number, *_) = multiprocessing.current_process()._identity  # pyright: ignore[reportAttributeAccessIssue]
+        torch.cuda.set_device(number % torch.cuda.device_count())
     return load_model(path)
 
 

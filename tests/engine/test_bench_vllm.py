@@ -2,8 +2,13 @@
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
+import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,10 @@ import torch
 from torch import Tensor
 
 from bench import vllm_needles
+from bench.vllm_serving import Answer, Load, alone, answer
 from locks.needles import NeedleTask, build_needles
 from locks.vllm import stats
-from tests.engine.engines import engine
+from tests.engine.engines import TIE, engine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,24 +51,95 @@ def test_first_token_times_of_batches(tmp_path: Path):
     assert all(row["decode_rows"] == 0 < row["seal_s_a_request"] for row in rows[2:])
 
 
+LOAD = (
+    "--dense-minutes 0 --longest 250 --answer 60 --outstanding 8 --cache-tokens 1024 --batched-tokens 256 --budget 64 "
+    "--abort-share 0.1"
+)
+
+
 def test_parity_and_a_mixed_load(tiny: Path, tmp_path: Path):
-    arguments = (
-        f"parity mixed --model {tiny} --prompts 5 --longest 250 --answer 60 --minutes 0.1 --dense-minutes 0 "
-        "--outstanding 8 --cache-tokens 1024 --batched-tokens 256 --budget 64 --solo 4 --abort-share 0.1"
-    )
+    arguments = f"parity mixed --model {tiny} --prompts 5 --minutes 0.15 --drain-seconds 3 --solo 4 {LOAD}"
     mixed, parity = rows_of("vllm_serving.py", tmp_path / "rows.json", arguments)
     assert (parity["measure"], parity["budget"]) == ("parity", 320)
     for part in (parity, parity["dense_reordered"]):
         assert part["compared"] == 5
         assert part["equal"] + len(part["first_differences"]) == 5
         assert all(parting["lead_nats"] < 2e-3 for parting in part["first_differences"])
-    assert mixed["measure"] == "mixed"
-    assert mixed["finished"] + mixed["aborted"] == mixed["requests"]
+    assert (mixed["measure"], mixed["whole"], mixed["minutes_asked"]) == ("mixed", True, 0.15)
+    assert mixed["finished"] + mixed["aborted"] + mixed["left"] == mixed["requests"]
     assert min(mixed[name] for name in ("aborted", "preempted", "prefix_hit_tokens", "finished")) > 0
     assert mixed["eligible_rows"] == mixed["sparse_rows"] > mixed["covered_rows"]
     assert parity["not_finite"] == mixed["not_finite"] == 0
-    assert mixed["solo"]["compared"] == 4
+    assert mixed["solo"]["compared"] == mixed["solo"]["sampled"] == 4
     assert all(parting["lead_nats"] < 2e-3 for parting in mixed["solo"]["first_differences"])
+
+
+def test_a_load_ends_with_its_time_and_leaves_an_engine_that_serves(tiny: Path):
+    options = Namespace(impl="locks", longest=250, answer=200, outstanding=8, abort_share=0.05)
+    rng = random.Random(0)
+    ids = [rng.randrange(3, 512) for _ in range(2000)]
+    settings = {"max_model_len": 451, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    with engine(tiny, {"budget": 64, "rank": 4, "page": 16}, **settings) as llm:
+        load, cut = Load(llm, ids, 64, options), threading.Event()
+        load.run(3, 0.2, cut)
+        # A step or two longer: the one under way when requests stop coming, and the last.
+        assert 2.8 <= load.coming_seconds < 4
+        assert 2.8 <= load.coming_seconds + load.drain_seconds < 5
+        # Sixteen answers take longer than the drain; none of them is live any more.
+        assert load.left > 0 == len(load.live)
+        assert len(load.finished) + load.aborted + load.left == len(load.every)
+
+        want = answer(llm, [ids[:100], ids[:90]], [20, 30])
+        end = time.monotonic() + 60
+        got = alone(llm, want, lambda: time.monotonic() >= end)
+        assert [len(one.tokens) for one in got] == [20, 30]
+        for one, other in zip(got, want, strict=True):
+            differ = [i for i in range(len(one.tokens)) if one.tokens[i] != other.tokens[i]]
+            assert all(other.leads[i] < TIE for i in differ[:1])
+
+        # The second is stopped in the middle.
+        steps = iter(range(10**6))
+        long = Answer(ids[:100], [0] * 200)
+        assert len(alone(llm, [want[0], long], lambda: next(steps) > 60)) == 1
+        assert not llm.llm_engine.has_unfinished_requests()
+
+        cut.set()
+        before = load.steps
+        load.run(60, 1, cut)
+        assert load.steps == before
+
+
+def test_an_interrupted_load_is_written_as_such(tiny: Path, tmp_path: Path):
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "bench/vllm_serving.py", "mixed", "--model", str(tiny), "--minutes", "30"]
+    process = subprocess.Popen(
+        [*command, *LOAD.split(), "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        said = iter(process.stderr or ())
+        assert any("mixed, locks: ready after" in line for line in said)
+        time.sleep(6)
+        # To the program alone, which passes it on.
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+        rest = "".join(said)
+    assert process.returncode == 1, rest
+    assert "expected a whole run" in rest
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["whole"], row["minutes_asked"]) == (False, 30)
+    assert 0.08 < row["minutes"] < 0.5
+    assert row["drain_seconds"] < 1
+    assert row["finished"] + row["aborted"] + row["left"] == row["requests"]
+    assert min(row["finished"], row["left"], row["tokens"]) > 0
+    assert row["eligible_rows"] == row["sparse_rows"] > 0
+    assert row["solo"]["compared"] == 0 < row["solo"]["sampled"]
 
 
 @pytest.fixture(scope="module")

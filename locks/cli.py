@@ -269,6 +269,26 @@ def evaluate(
         raise typer.Exit(1)
 
 
+# What lm-eval knows is not repeated here: all but --help goes on to it.
+@app.command(
+    "lm-eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[OPTIONS OF lm-eval run]",
+    epilog="Example: locks lm-eval --model_args pretrained=PATH,selector=locks-r8,budget=512 --tasks gsm8k",
+)
+def lm_eval(context: typer.Context) -> None:
+    """A task of lm-eval under a selector or an evictor: `lm-eval run --model locks`, and whatever follows.
+
+    --model_args takes pretrained, selector, budget, page, rank, tail, dtype and device, by commas.
+
+    Of lm-eval's own options `locks lm-eval -- --help` tells: --limit, --include_path, --output_path, ...
+    """
+    with _mistakes(ValueError):
+        from locks.quality import harness
+
+        harness.run(context.args)
+
+
 def _prompt(file: Path | None, text: str | None) -> str:
     with _mistakes(OSError, UnicodeDecodeError):
         if file is not None and text is None:

@@ -284,3 +284,24 @@ def test_a_missing_package_is_named_with_what_installs_it() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip() == "error: not installed: seaborn; pip install 'locks-attention[demo]'"
+
+
+def test_lm_eval_is_asked_for_before_the_model_is() -> None:
+    code = "import sys; sys.modules['lm_eval'] = None; from locks.cli import app; app(sys.argv[1:])"
+    options = ("lm-eval", "--model_args", "pretrained=/nowhere", "--tasks", "gsm8k")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "error: locks.quality.harness needs lm-eval: pip install 'locks-attention[harness]' ("
+    )
+
+
+def test_help_of_lm_eval_shows_an_example_and_the_way_to_its_options() -> None:
+    shown = run("lm-eval", "--help").stdout
+    assert "Example: locks lm-eval --model_args " in shown
+    assert "`locks lm-eval -- --help`" in shown

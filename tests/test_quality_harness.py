@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from locks import hf
+from locks.cli import app
 from locks.models import SetupError
 from locks.quality.methods import parse_methods
 from tests.quality_model import save_model, sliding_model
@@ -308,16 +310,34 @@ def test_an_argument_takes_the_place_of_lm_evals_option(directory):
     assert (lm.device.type, lm.batch_size) == ("cpu", 3)
 
 
-def test_command(directory, tasks, monkeypatch, capsys):
-    def called(*args: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "locks", *args])
-        harness.main()
-
+def test_command(directory, tasks, monkeypatch):
+    options = ("--model", "locks", "--model_args", f"pretrained={directory}", "--tasks", "writes")
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *options, "--log_samples"])
     with pytest.raises(SystemExit, match="error: Specify --output_path"):
-        called("--model_args", f"pretrained={directory}", "--tasks", "writes", "--log_samples")
-    called(
-        # lm-eval's own options give a batch size and, without a word, a GPU.
-        *("--model_args", f"pretrained={directory},selector=quest,budget=64,batch_size=2"),
-        *("--tasks", "writes", "--include_path", str(tasks.include_path), "--limit", "2"),
+        harness.main()
+    before = list(sys.argv)
+    ran = CliRunner().invoke(
+        app,
+        [
+            "lm-eval",
+            # lm-eval's own options give a batch size and, without a word, a GPU.
+            *("--model_args", f"pretrained={directory},selector=quest,budget=64,batch_size=2"),
+            *("--tasks", "writes", "--include_path", str(tasks.include_path), "--limit", "2"),
+        ],
     )
-    assert "|writes|" in capsys.readouterr().out
+    assert ran.exit_code == 0, ran.output
+    assert "locks ({'pretrained'" in ran.stdout
+    assert "|writes|" in ran.stdout
+    assert sys.argv == before
+
+
+def test_the_command_says_a_mistake_in_one_line(tasks):
+    ran = CliRunner().invoke(
+        app,
+        [
+            *("lm-eval", "--model_args", "pretrained=/nowhere,budget=100"),
+            *("--tasks", "writes", "--include_path", str(tasks.include_path)),
+        ],
+    )
+    assert ran.exit_code == 1
+    assert "error: budget: expected a multiple of the page (16 tokens), got 100" in ran.stderr.splitlines()

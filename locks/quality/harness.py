@@ -1,9 +1,9 @@
 """EleutherAI's lm-eval with one more model, "locks": any of its tasks, decoded under a selector or an evictor.
 
-    python -m locks.quality.harness --model locks --model_args pretrained=PATH,selector=locks,rank=4,budget=512 ...
+    locks lm-eval --model_args pretrained=PATH,selector=locks,rank=4,budget=512 --tasks ...
 
-It takes `lm_eval`'s options; from Python, importing this module registers the model. As in `locks eval`, a prompt is
-read densely but for its last `tail` tokens, and everything behind that a token a step: what transformers' `generate`
+It takes `lm-eval run`'s options; from Python, importing this module registers the model. As in `locks eval`, a prompt
+is read densely but for its last `tail` tokens, and everything behind that a token a step: what transformers' `generate`
 generates, and the texts whose likelihood a task asks for, teacher-forced.
 """
 
@@ -30,18 +30,19 @@ from locks.quality.example import Forced
 from locks.quality.methods import FULL, Method, parse_budgets, parse_methods
 
 try:
+    from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
     from lm_eval.models import huggingface
     from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
     raise ImportError(
-        "locks.quality.harness needs lm-eval: pip install 'locks-attention[harness]'"
+        f"locks.quality.harness needs lm-eval: pip install 'locks-attention[harness]' ({error})"
     ) from error
 
 # The decorator of lm-eval that registers the class hides its type.
 HFLM: Any = huggingface.HFLM
 
-__all__ = ["LocksLM", "chosen", "main"]
+__all__ = ["LocksLM", "chosen", "main", "run"]
 
 _log = logging.getLogger(__name__)
 
@@ -349,10 +350,18 @@ def _device(name: str | None) -> torch.device | None:
 model_registry.register("locks", target="locks.quality.harness:LocksLM")
 
 
+def run(options: Sequence[str]) -> None:
+    """`lm-eval run --model locks` with more of its options, of which the last of a name counts."""
+    # lm-eval reads no other arguments than the process's.
+    process, sys.argv = sys.argv, ["lm-eval", "run", "--model", "locks", *options]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = process
+
+
 def main() -> None:
     """`lm_eval`, knowing the model "locks"; what its user can mend ends it with one line."""
-    from lm_eval.__main__ import cli_evaluate
-
     try:
         cli_evaluate()
     except (SetupError, ValueError) as error:

@@ -171,6 +171,38 @@ class Steps:
         return torch.stack(rows)
 
 
+@pytest.mark.parametrize(("selector", "tail"), [("full", 1), ("locks-r4", 1), ("locks-r4", 16), ("quest", 1)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_texts_are_those_of_generate_for_each_prompt_alone(
+    directory, tasks, reference, selector, tail, batch
+):
+    lm = LocksLM(str(directory), selector=selector, budget=48, tail=tail, device="cpu", batch_size=batch)
+    given = evaluate(lm, tasks, "writes")["writes"]
+    model, wanted = lm.model, []
+    config = None
+    if selector != "full":
+        config = hf.LocksConfig(budget=48, selector=parse_methods(selector)[0].make(64))
+        hf.enable(model, config)
+    for prompt in PROMPTS:
+        ids, cache = torch.tensor([lm.tok_encode(prompt)]), {}
+        if config is not None:
+            cache = hf.cache_argument(model, hf.PagedCache(model.config, config))
+            # What the cache does not hold is read by `generate`: a single token, which is decoded.
+            for part in ids.split([ids.shape[1] - tail, *[1] * tail], dim=1)[:-1]:
+                model(part, **cache)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            **cache,
+        )
+        wanted.append(lm.tok_decode(out[0, ids.shape[1] :].tolist()))
+    assert given == wanted
+    assert (given == reference["writes"]) == (selector == "full")
+
+
 # Texts that share a pass are stepped to the end of the longest: of 5, 8 and 3 tokens.
 @pytest.mark.parametrize(
     ("selector", "batch", "of_texts"),

@@ -250,6 +250,37 @@ def vllm_serving() -> str:
     return said + "\n\n" + note
 
 
+def ruler() -> str:
+    """Points on RULER by selector and budget, with what pairs them to the oracle."""
+    result = json.loads((ROOT / "bench/results/quality/ruler.json").read_text())
+    means = {(row["selector"], row["budget"]): row for row in result["rows"] if row["task"] == "mean"}
+    budgets = sorted({budget for _, budget in means if budget})
+
+    def cell(row: dict[str, Any]) -> str:
+        said = f"{row['score']:.1f}"
+        if "minus_oracle" not in row:
+            return said
+        low, high = (f"{row[f'minus_oracle_{end}']:.1f}" for end in ("low", "high"))
+        return f"{said}, {row['minus_oracle']:+.1f} ({low} to {high})"
+
+    rows = [
+        [name, *(cell(means[name, budget]) for budget in budgets)]
+        for name in dict.fromkeys(name for name, budget in means if budget)
+    ]
+    full, recipe = means["full", None], result["recipe"]
+    tasks = {row["task"]: row for row in result["rows"] if row["selector"] == "full"}
+    missing = sorted({row["n"] for name, row in tasks.items() if name in full["tasks"]})
+    left = ", ".join(f"{name} ({tasks[name]['score']:.1f})" for name in result["left_out"])
+    note = (
+        f"Points, mean of {len(full['tasks'])} tasks at {full['length']:,} tokens, and the paired difference from the "
+        f"oracle; full attention {full['score']:.1f}; {full['n']} examples, {missing[0]} to {missing[-1]} a task; "
+        f"left out, with full attention's points: {left or 'none'}. {recipe['seconds'] / 60:.1f} minutes of training "
+        f"on one {result['device']['name']} (D = {recipe['head_dim']}, G = {recipe['group']}, {recipe['layers']} "
+        f"layers); `bench/results/quality/ruler.json`, by `{result['command']}`."
+    )
+    return _table(["", *(f"{budget} tokens" for budget in budgets)], rows) + "\n\n" + note
+
+
 TABLES = {
     "records": records,
     "demo": demo,
@@ -258,6 +289,7 @@ TABLES = {
     "vllm": vllm,
     "vllm_needles": vllm_needles,
     "vllm_serving": vllm_serving,
+    "ruler": ruler,
 }
 
 

@@ -4,8 +4,10 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -268,13 +270,24 @@ def test_ruler_in_parts_and_processes_leaves_what_it_has_and_goes_on(tmp_path: P
     ]
     command += ["--logs", str(tmp_path / "logs"), "--out", str(out)]
 
-    def call(*more: str) -> dict[str, Any]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def call(*more: str, code: int = 0) -> dict[str, Any]:
         done = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=580)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
+        assert ("cut short: niah_single_1, niah_multikey_2" in done.stderr) == (code != 0)
         assert "a job failed" not in done.stderr
         return json.loads(out.read_text())
 
+    # What is interrupted writes what it has, and says that it is not whole; so does what had no time.
+    with subprocess.Popen([*command, "--least", "90"], env=environment, stderr=subprocess.DEVNULL) as cut:
+        log = tmp_path / "logs" / "niah_single_1-0.jsonl"
+        while cut.poll() is None and (not log.is_file() or log.read_bytes().count(b"\n") < 2):
+            time.sleep(0.05)
+        cut.send_signal(signal.SIGINT)
+        assert cut.wait(60) != 0
+    assert {(row["task"], row["n"]) for row in json.loads(out.read_text())["rows"]} == {("niah_single_1", 1)}
+    assert call("--least", "90", "--minutes", "0", code=1)["learnt"] == []
     # A random model knows nothing: with a bar, full attention is all that is asked, and no task is in a mean.
     barred = call("--least", "90")
     assert {row["selector"] for row in barred["rows"]} == {"full"}
@@ -288,6 +301,7 @@ def test_ruler_in_parts_and_processes_leaves_what_it_has_and_goes_on(tmp_path: P
         for task, n in (("niah_single_1", 2), ("niah_multikey_2", 2), ("mean", 4))
         for selector in ("full", "locks-r8", "oracle")
     }
+    assert (tmp_path / "ruler.png").is_file()
     logs = sorted((tmp_path / "logs").glob("*.jsonl"))
     assert [len(log.read_text().splitlines()) for log in logs] == [1 + 3] * 4
     assert {

@@ -3,8 +3,10 @@
     python bench/quality/ruler.py --model out/retriever --length 16384 --examples 100 --minutes 4
 
 Jobs are parts of a task's examples; the first parts of all tasks come first. Each job keeps a log of its own, which a
-later call goes on from. After every job the result file is written anew from all logs, so a run that is cut leaves
-what it has. A task whose full-attention score is below --least is named and is in no selector's mean.
+later call goes on from. The result file is written anew from all logs every minute and at the end, so a run that is
+cut (or interrupted) leaves what it has; it exits with 1, as does one that lacks examples. A task whose full-attention
+score is below --least is named and is in no selector's mean. Rows of a step share its launches, of which there are
+about thirty a layer: two processes a device with large batches are faster than many with small ones.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import multiprocessing
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,13 +29,15 @@ from tqdm import tqdm
 
 from locks import doctor
 from locks.models import load_model
-from locks.quality import command, ruler, run, summary
+from locks.quality import command, figure, ruler, run, summary
 from locks.quality.example import Task
 from locks.quality.log import Log, Row
 from locks.quality.methods import parse_budgets, parse_methods
 from locks.quality.text import read_prose
 
 SELECTORS = "oracle,locks-r8,locks-r4,quest,shared-r8"
+# Between two writings of the result file.
+SECONDS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +148,8 @@ def collect(setup: Setup, names: Sequence[str]) -> tuple[list[Row], list[str], l
     )
 
 
-def write(setup: Setup, names: Sequence[str], said: str, out: Path) -> list[Row]:
-    """The result file, whole or not at all; returns its rows."""
+def write(setup: Setup, names: Sequence[str], said: str, out: Path) -> tuple[list[Row], list[str]]:
+    """The result file, whole or not at all, and its picture; returns its rows and the tasks that were learnt."""
     rows, learnt, left_out = collect(setup, names)
     recipe = setup.model / "recipe.json"
     commit = subprocess.run(
@@ -170,7 +174,39 @@ def write(setup: Setup, names: Sequence[str], said: str, out: Path) -> list[Row]
     beside = out.with_suffix(".unfinished")
     beside.write_text(json.dumps(result, indent=1) + "\n")
     beside.replace(out)
-    return rows
+    if rows:
+        figure.scores(rows, out.with_suffix(".png"))
+    return rows, learnt
+
+
+def run_jobs(
+    setup: Setup, parts: Sequence[tuple[str, int, int]], workers: int, write_now: Callable[[], Any]
+) -> None:
+    """Runs the jobs, telling of those that fail; calls `write_now` now and then.
+
+    Raises:
+        KeyboardInterrupt: the workers are ended.
+    """
+    # A small model's decode steps are bound by the host: several processes share the device.
+    pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    try:
+        running = [pool.submit(job, setup, *each) for each in parts]
+        last = time.monotonic()
+        for one in tqdm(concurrent.futures.as_completed(running), "jobs", len(running)):
+            failed = one.exception()
+            if failed is not None:
+                # The other jobs' results stand.
+                typer.echo(f"a job failed: {type(failed).__name__}: {failed}", err=True)
+            if time.monotonic() - last > SECONDS:
+                write_now()
+                last = time.monotonic()
+    except KeyboardInterrupt:
+        # Their logs are whole up to the last answer of a batch.
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def main(
@@ -186,7 +222,7 @@ def main(
     least: Annotated[
         float, typer.Option(help="points of full attention below which a task is in no mean")
     ] = 90.0,
-    workers: Annotated[int, typer.Option(help="processes, each with a model of its own")] = 3,
+    workers: Annotated[int, typer.Option(help="processes, each with a model of its own")] = 2,
     batch: Annotated[int, typer.Option(help="answers at once")] = 50,
     minutes: Annotated[float, typer.Option(help="after which no further batch is begun")] = 60.0,
     seed: Annotated[int, typer.Option(help="of the examples")] = 42,
@@ -219,21 +255,24 @@ def main(
     parts = [
         (name, first, min(first + part, examples)) for first in range(0, examples, part) for name in names
     ]
-    # A small model's decode steps are bound by the host: several processes share the device.
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        running = [pool.submit(job, setup, *each) for each in parts]
-        for one in tqdm(concurrent.futures.as_completed(running), "jobs", len(running)):
-            failed = one.exception()
-            if failed is not None:
-                # The other jobs' results stand.
-                typer.echo(f"a job failed: {type(failed).__name__}: {failed}", err=True)
-            rows = write(setup, names, said, out)
+    write_now = functools.partial(write, setup, names, said, out)
+    try:
+        run_jobs(setup, parts, workers, write_now)
+    finally:
+        rows, learnt = write_now()
     for row in rows:
         if row["task"] == summary.MEAN or row["selector"] == "full":
             typer.echo(
                 f"{row['task']:16s} {row['selector']:10s} {row['budget'] or '':>5} {row['score']:5.1f} "
                 f"[{row['ci_low']:.1f}, {row['ci_high']:.1f}] n {row['n']}"
             )
+    # Of a task below the bar full attention is all that is asked for.
+    wanted = {name: len(plan_of(setup, []).configs) if name in learnt else 1 for name in names}
+    whole = [row["task"] for row in rows if row["n"] == row["expected"]]
+    short = [name for name in names if whole.count(name) < wanted[name]]
+    if short:
+        typer.echo(f"cut short: {', '.join(short)}; the same command goes on", err=True)
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -159,10 +159,11 @@ def peers_gate(shape: Shape, layer: Layer, state: Any) -> None:
     (q, table, lens), scale = layer.row(0), shape.D**-0.5
     got = peers.quest_mass(q, state, table, lens, page=PAGE, scale=scale)
     _compare("quest", got, Quest(PAGE).page_mass(q, state, layer.k, table, lens, scale=scale), 1e-3)
-    got = peers.exact_mass(q, layer.k, table, lens, page=PAGE, scale=scale)
-    _compare(
-        "exact mass", got, torch_impl.exact_page_mass(q, layer.k, table, lens, page=PAGE, scale=scale), 1e-3
+    got, want = (
+        one.exact_page_mass(q, layer.k, table, lens, page=PAGE, scale=scale)
+        for one in (triton_impl, torch_impl)
     )
+    _compare("exact mass", got, want, 1e-3)
 
 
 def dense_gate(shape: Shape, layer: Layer, name: str, out: Tensor) -> None:
@@ -371,7 +372,7 @@ def measure_peers(report: Report, shape: Shape, layers: list[Layer], block: int)
         return peers.quest_mass(x.q, states[id(x)], x.table, x.lens, page=PAGE, scale=scale)
 
     def exactly(x: Layer) -> PageMass:
-        return peers.exact_mass(x.q, x.k, x.table, x.lens, page=PAGE, scale=scale)
+        return triton_impl.exact_page_mass(x.q, x.k, x.table, x.lens, page=PAGE, scale=scale)
 
     for impl, mass, nbytes in (
         ("quest", by_quest, quest.scan_bytes(shape.D, shape.scored_pages) * shape.Hkv),

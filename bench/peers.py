@@ -1,12 +1,11 @@
-"""Other ways to score a page as kernels: what LOCKS is measured beside, on the same machine.
+"""Another way to score a page as a kernel: what LOCKS is measured beside, on the same machine.
 
     quest   sum_d max(q_d min_d, q_d max_d) from the least and the greatest key of a page, elementwise
-    exact   log sum_t exp(q . k_t) from every key of a page
 
-Both write log-masses and the total of the candidates as `locks.kernels.score` does, so that selection and attention
-are the same for all. A page with a key that is not finite has +inf.
+It writes log-masses and the total of the candidates as `locks.kernels.score` and `locks.kernels.exact` do, so that
+selection and attention are the same for all. A page with a key that is not finite has +inf.
 
-Source: Quest (arXiv 2406.10774); exact mass is what the oracle of LOCKS (arXiv 2607.24555) ranks by.
+Source: Quest (arXiv 2406.10774).
 """
 
 # triton's types know no launch options, and take a constexpr parameter for a constexpr argument.
@@ -21,27 +20,9 @@ from torch import Tensor
 
 from locks.baselines import PageState
 from locks.kernels.dependent import dependent
+from locks.kernels.exact import load_queries
 from locks.kernels.score import CHUNK, add_candidates, log_sum, total_kernel
 from locks.types import PageMass
-
-
-@triton.jit
-def load_queries(
-    q_ptr,
-    row,
-    head,
-    stride_q_b,
-    stride_q_h,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Queries of a group, [BLOCK_G, BLOCK_D], 0 behind them."""
-    off_g = tl.arange(0, BLOCK_G)
-    off_d = tl.arange(0, BLOCK_D)
-    at = q_ptr + row * stride_q_b + (head * G + off_g)[:, None] * stride_q_h + off_d[None, :]
-    return tl.load(at, mask=(off_g < G)[:, None] & (off_d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -63,43 +44,9 @@ def quest_pages(
 
 
 @triton.jit
-def exact_pages(
-    q,
-    k_ptr,
-    block_at,
-    slot,
-    stride_k_t,
-    live,
-    scale,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Log-masses of BLOCK_N pages, [BLOCK_G, BLOCK_N]."""
-    off_d = tl.arange(0, BLOCK_D)
-    # [BLOCK_N, P]
-    at = block_at[:, None] + (slot[:, None] * P + tl.arange(0, P)[None, :]) * stride_k_t
-    token = tl.reshape(at, (BLOCK_N * P,))
-    mask_t = tl.reshape(live[:, None] & (tl.arange(0, P) >= 0)[None, :], (BLOCK_N * P,))
-    # [BLOCK_N P, BLOCK_D]
-    k = tl.load(
-        k_ptr + token[:, None] + off_d[None, :], mask=mask_t[:, None] & (off_d < D)[None, :], other=0.0
-    )
-    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    logits = tl.reshape(logits, (BLOCK_G, BLOCK_N, P))
-    top = tl.max(logits, 2)
-    log_mass = top + tl.log(tl.sum(tl.exp(logits - top[:, :, None]), 2))
-    off = tl.sum((tl.abs(k.to(tl.float32)) < float("inf")).to(tl.int32), 1) < BLOCK_D
-    marked = tl.max(tl.reshape(off.to(tl.int32), (BLOCK_N, P)), 1) > 0
-    return tl.where(marked[None, :], float("inf"), log_mass)
-
-
-@triton.jit
-def scan_kernel(
+def quest_kernel(
     q_ptr,
-    source_ptr,
+    low_ptr,
     high_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -109,7 +56,7 @@ def scan_kernel(
     stride_q_h,
     stride_x_b,
     stride_x_h,
-    stride_x_t,
+    stride_x_p,
     stride_t_b,
     stride_m_b,
     stride_m_h,
@@ -127,7 +74,7 @@ def scan_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """log_mass of CHUNK pages of one (row, KV head) and their total; from keys where high_ptr is None."""
+    """log_mass of CHUNK pages of one (row, KV head) and their total."""
     pid_c = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -145,80 +92,15 @@ def scan_kernel(
         log_mass = tl.full((BLOCK_G, BLOCK_N), -float("inf"), tl.float32)
         if n < newest:
             block = tl.load(block_table_ptr + row * stride_t_b + off_n // per_block, mask=live, other=0)
-            block_at = block.to(tl.int64) * stride_x_b + head * stride_x_h
             slot = (off_n % per_block).to(tl.int64)
-            if high_ptr is None:
-                log_mass = exact_pages(
-                    q, source_ptr, block_at, slot, stride_x_t, live, scale, P, D, BLOCK_G, BLOCK_N, BLOCK_D
-                )
-            else:
-                at = block_at + slot * stride_x_t
-                log_mass = quest_pages(q, source_ptr, high_ptr, at, live, scale, D, BLOCK_N, BLOCK_D)
+            at = block.to(tl.int64) * stride_x_b + head * stride_x_h + slot * stride_x_p
+            log_mass = quest_pages(q, low_ptr, high_ptr, at, live, scale, D, BLOCK_N, BLOCK_D)
             log_mass = tl.where(live[None, :], log_mass, -float("inf"))
             best, mass = add_candidates(log_mass, off_n, last, best, mass)
         at = log_mass_ptr + row * stride_m_b + (head * G + off_g)[:, None] * stride_m_h + off_n[None, :]
         tl.store(at, log_mass, mask=mask_g[:, None] & (off_n < max_pages)[None, :])
     partial_at = partial_ptr + row * stride_p_b + (head * G + off_g) * stride_p_h + pid_c
     tl.store(partial_at, log_sum(best, mass), mask=mask_g)
-
-
-def _scan(
-    q: Tensor,
-    source: Tensor,
-    high: Tensor | None,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    page: int,
-    scale: float,
-    window_pages: int,
-    block_n: int,
-) -> PageMass:
-    if scale <= 0:
-        raise ValueError(f"scale: expected one above 0, got {scale}")
-    B, Hq, D = q.shape
-    heads, per_block = source.shape[1], source.shape[2] // (page if high is None else 1)
-    N, G = block_table.shape[1] * per_block, Hq // heads
-    chunks = triton.cdiv(N, CHUNK)
-    log_mass = torch.empty((B, Hq, N), dtype=torch.float32, device=q.device)
-    partial = torch.empty((B, Hq, chunks), dtype=torch.float32, device=q.device)
-    total = torch.empty((B, Hq), dtype=torch.float32, device=q.device)
-    scan_kernel[(chunks, heads, B)](
-        q,
-        source,
-        high,
-        block_table,
-        seq_lens,
-        log_mass,
-        partial,
-        *q.stride()[:2],
-        *source.stride()[:3],
-        block_table.stride(0),
-        *log_mass.stride()[:2],
-        *partial.stride()[:2],
-        scale,
-        N,
-        window_pages,
-        per_block,
-        P=page,
-        D=D,
-        G=G,
-        CHUNK=CHUNK,
-        BLOCK_N=block_n,
-        BLOCK_G=max(16, triton.next_power_of_2(G)),
-        BLOCK_D=triton.next_power_of_2(D),
-        num_warps=4,
-    )
-    total_kernel[(Hq, B)](
-        partial,
-        total,
-        *partial.stride()[:2],
-        total.stride(0),
-        chunks,
-        BLOCK_C=1024,
-        num_warps=4,
-        **dependent(total_kernel, q.device),
-    )
-    return PageMass(log_mass, total)
 
 
 def quest_mass(
@@ -245,33 +127,50 @@ def quest_mass(
     Raises:
         ValueError: a scale that is not above 0.
     """
+    if scale <= 0:
+        raise ValueError(f"scale: expected one above 0, got {scale}")
     low, high = state.parts
-    return _scan(q, low, high, block_table, seq_lens, page, scale, window_pages, 32)
-
-
-def exact_mass(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    page: int,
-    scale: float,
-    window_pages: int = 1,
-) -> PageMass:
-    """Returns what `locks.torch_impl.exact_page_mass` does: log_mass [B, Hq, N] and total [B, Hq], float32.
-
-    Args:
-        q: [B, Hq, D].
-        k_cache: [num_blocks, Hkv, block, D].
-        block_table: [B, max_blocks] int32.
-        seq_lens: [B] int32, tokens.
-        page: P, tokens.
-        scale: of the logits, above 0.
-        window_pages: newest pages that are no candidates.
-
-    Raises:
-        ValueError: a scale that is not above 0.
-    """
-    block_n = max(1, 128 // page)
-    return _scan(q, k_cache, None, block_table, seq_lens, page, scale, window_pages, block_n)
+    B, Hq, D = q.shape
+    heads, per_block = low.shape[1:3]
+    N, G = block_table.shape[1] * per_block, Hq // heads
+    chunks = triton.cdiv(N, CHUNK)
+    log_mass = torch.empty((B, Hq, N), dtype=torch.float32, device=q.device)
+    partial = torch.empty((B, Hq, chunks), dtype=torch.float32, device=q.device)
+    total = torch.empty((B, Hq), dtype=torch.float32, device=q.device)
+    quest_kernel[(chunks, heads, B)](
+        q,
+        low,
+        high,
+        block_table,
+        seq_lens,
+        log_mass,
+        partial,
+        *q.stride()[:2],
+        *low.stride()[:3],
+        block_table.stride(0),
+        *log_mass.stride()[:2],
+        *partial.stride()[:2],
+        scale,
+        N,
+        window_pages,
+        per_block,
+        P=page,
+        D=D,
+        G=G,
+        CHUNK=CHUNK,
+        BLOCK_N=32,
+        BLOCK_G=max(16, triton.next_power_of_2(G)),
+        BLOCK_D=triton.next_power_of_2(D),
+        num_warps=4,
+    )
+    total_kernel[(Hq, B)](
+        partial,
+        total,
+        *partial.stride()[:2],
+        total.stride(0),
+        chunks,
+        BLOCK_C=1024,
+        num_warps=4,
+        **dependent(total_kernel, q.device),
+    )
+    return PageMass(log_mass, total)

@@ -51,11 +51,12 @@ def cache(
 
 
 def steps(fmt: SummaryFormat, head_dim: int, block: int, **where: Any) -> None:
-    """Summaries, logits, a step, one with coverage and one with a certificate."""
+    """Summaries, logits, exact masses, a step, one with coverage and one with a certificate."""
     made = cache(fmt, head_dim, block, **where)
     k, table, lens = made["k_cache"], made["block_table"], made["seq_lens"]
     records = locks.summarize(k, table, lens, fmt, impl="triton")
     locks.page_logits(made["q"], records, table, lens, fmt, impl="triton")
+    triton_impl.exact_page_mass(made["q"], k, table, lens, page=fmt.page, scale=0.1)
     mass = locks.page_mass(made["q"], records, table, lens, fmt, exact=False, impl="triton")
     triton_impl.page_share(mass, 2)
     more: dict[str, Any]

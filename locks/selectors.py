@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from locks import api, torch_impl
+from locks import api, checks
 from locks.baselines import ArkVale, MeanKey, Quest, RandomPages, SharedBasis
 from locks.format import SummaryFormat
 from locks.types import PageMass
@@ -162,6 +163,11 @@ class Oracle(KeepsNothing):
 
     name = "oracle"
 
+    def __init__(self, page: int = 16, impl: str | None = None) -> None:
+        checks.page(page)
+        super().__init__(page)
+        self.impl = impl
+
     def page_mass(
         self,
         q: Tensor,
@@ -173,10 +179,27 @@ class Oracle(KeepsNothing):
         scale: float,
         window_pages: int = 1,
     ) -> PageMass:
-        """True log-mass of every scored page."""
-        return torch_impl.exact_page_mass(
-            q, k_cache, block_table, seq_lens, page=self.page, scale=scale, window_pages=window_pages
-        )
+        """True log-mass of every scored page.
+
+        Raises:
+            TypeError, ValueError: an argument of another type, dtype, shape, device or layout, by name.
+        """
+        dims: dict[str, int] = {}
+        checks.tensor("q", q, ("B", "Hq", "D"), dims, dtypes=checks.FLOATS)
+        axes = ("num_blocks", "Hkv", "block", "D")
+        checks.tensor("k_cache", k_cache, axes, dims, dtypes=[q.dtype], device=q.device)
+        checks.block(dims, self.page)
+        checks.groups(dims)
+        for name, value, axes in (
+            ("block_table", block_table, ("B", "max_blocks")),
+            ("seq_lens", seq_lens, ("B",)),
+        ):
+            checks.tensor(name, value, axes, dims, dtypes=[torch.int32], device=q.device)
+        work = api.load_impl(api.resolve_impl(self.impl, q.device, q.dtype))
+        with api.on_device(q.device):
+            return work.exact_page_mass(
+                q, k_cache, block_table, seq_lens, page=self.page, scale=scale, window_pages=window_pages
+            )
 
     def scan_bytes(self, head_dim: int, pages: int) -> float:
         """Every key at 2 bytes an element."""
@@ -195,7 +218,7 @@ def make_selector(
         name: one of `SELECTORS`.
         fmt: the record's format for "locks", the bytes and bits to match for "shared", the page size for all.
         head_dim: D; "shared" needs it to match bytes.
-        impl: "triton", "torch" or None, for "locks"; the others are plain PyTorch.
+        impl: "triton", "torch" or None, for "locks" and "oracle"; the others are plain PyTorch.
 
     Raises:
         ValueError: another name, or "shared" without a head width.
@@ -203,11 +226,13 @@ def make_selector(
     fmt = SummaryFormat() if fmt is None else fmt
     if name == "locks":
         return Locks(fmt, impl)
+    if name == "oracle":
+        return Oracle(fmt.page, impl)
     if name == "shared":
         if head_dim is None:
             raise ValueError("head_dim: expected the key width for 'shared', got None")
         return SharedBasis.matching(fmt, head_dim)
-    plain = {kind.name: kind for kind in (Oracle, Quest, MeanKey, ArkVale, RandomPages)}
+    plain = {kind.name: kind for kind in (Quest, MeanKey, ArkVale, RandomPages)}
     if name not in plain:
         raise ValueError(f"name: expected one of {SELECTORS}, got {name!r}")
     return plain[name](fmt.page)

@@ -14,6 +14,7 @@ from locks.kernels import attend as attend_op
 from locks.kernels import certify as certify_op
 from locks.kernels import cover as cover_op
 from locks.kernels import every as every_op
+from locks.kernels import exact as exact_op
 from locks.kernels import logits as logits_op
 from locks.kernels import score as score_op
 from locks.kernels import seal as seal_op
@@ -77,6 +78,22 @@ def page_mass(
             exact=exact,
             whole=whole,
         )
+    )
+
+
+def exact_page_mass(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    page: int,
+    scale: float,
+    window_pages: int = 1,
+) -> PageMass:
+    """True log-mass of every scored page: reads every key once. What the exact-LSE oracle ranks by."""
+    return PageMass(
+        *exact_op.exact(q, k_cache, block_table, seq_lens, page=page, scale=scale, window_pages=window_pages)
     )
 
 

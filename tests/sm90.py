@@ -24,6 +24,7 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
         certify,
         cover,
         every,
+        exact,
         logits,
         score,
         score_hopper,
@@ -55,6 +56,7 @@ def every_stage(page: int, rank: int, head_dim: int, group: int) -> list[Resourc
                 q[:, : 3 * heads], scored, table, lengths, other, scale=0.1, window_pages=2, exact=False
             )
         logits.logits(q, records, table, lengths, fmt, scale=0.1)
+        exact.exact(q, cache, table, lengths, page=page, scale=0.1, window_pages=2)
         share = select.share(log_mass, total, heads)
         ids, counts = select.select(share, lengths, page=page, pages=16, window_pages=2)
         select.select_from_mass(log_mass, total, lengths, heads, page=page, pages=16, window_pages=2)

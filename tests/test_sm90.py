@@ -22,6 +22,7 @@ KERNELS = {
     "select_kernel",
     "keys_kernel",
     "every_kernel",
+    "exact_kernel",
     "tiles_kernel",
     "attend_kernel",
     "merge_kernel",

@@ -6,7 +6,8 @@ which tokens are padding, and hands its layers to the attention function. There 
 
 * a prompt on an empty cache: transformers' own SDPA;
 * several tokens on a filled cache (a chunk of a prompt, a second prompt, drafts): SDPA over all of it;
-* one token on a filled cache: the sparse step.
+* one token on a filled cache: the sparse step, or without a budget attention to all of it, which our kernels
+  read where it lies and SDPA, where they do not run, from a copy.
 
 Layers with a sliding window stay dense within their window.
 """
@@ -255,23 +256,52 @@ def _attention(
     if index not in layers:
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     layer, counter, new = layers[index], handle.counter(index), query.shape[2]
-    budget = layer.config.budget
-    if new == 1 and layer.columns > 1 and budget is not None:
+    budget, q = layer.config.budget, query[:, :, 0]
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    step = new == 1 and layer.columns > 1
+    # transformers makes no mask for one token without padding: this one is the model's own.
+    own_mask = attention_mask is not None and (layer.mask is None or attention_mask.dtype != torch.bool)
+    if step and budget is not None:
         if dropout:
             raise ValueError(f"dropout: expected 0 at a decode step, got {dropout}; call model.eval()")
-        # transformers makes no mask for one token without padding: this one is the model's own.
-        if attention_mask is not None and (layer.mask is None or attention_mask.dtype != torch.bool):
+        if own_mask:
             raise ValueError(f"{type(module).__name__}: its own mask has no sparse counterpart")
-        q = query[:, :, 0]
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         out, counts = _decode(index, layer, budget, q, scale)
         counter.sparse(layer, counts)
         return out[:, None], None
     counter.dense_rows += query.shape[0]
+    if step and not dropout and not own_mask and _in_place(layer, q):
+        return _attend_all(layer, q, scale)[:, None], None
     if layer.columns > new:
         key, value = layer.dense()
         attention_mask = layer.causal_mask(new)
     return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _in_place(layer: PagedLayer, q: Tensor) -> bool:
+    """Whether our kernels run, know the widths, and nobody asks for the gradient that they do not pass on."""
+    widths = (q.shape[-1], layer.v_cache.shape[-1])
+    impl = api.resolve_impl(layer.config.impl, q.device, q.dtype)
+    return impl == "triton" and all(width in checks.HEAD_DIMS for width in widths) and not q.requires_grad
+
+
+def _attend_all(layer: PagedLayer, q: Tensor, scale: float) -> Tensor:
+    """The decode step of a config without a budget: out [B, Hq, Dv], every key and value read once, in place."""
+    config = layer.config
+    out, _ = api.sparse_attention(
+        q,
+        layer.k_cache,
+        layer.v_cache,
+        layer.table,
+        layer.seq_lens,
+        None,
+        # Only how the work is cut: a selector may have pages of its own.
+        page=config.fmt.page,
+        scale=scale,
+        impl="triton",
+        debug=config.debug,
+    )
+    return out
 
 
 # No gradient flows through cached keys, so none flows at all.

@@ -259,18 +259,18 @@ def _attention(
     budget, q = layer.config.budget, query[:, :, 0]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     step = new == 1 and layer.columns > 1
-    # transformers makes no mask for one token without padding: this one is the model's own.
-    own_mask = attention_mask is not None and (layer.mask is None or attention_mask.dtype != torch.bool)
+    # transformers makes no mask for one token without padding: this one is the model's own. Nor would a copy of the
+    # cache be attended to under it.
+    if step and attention_mask is not None and (layer.mask is None or attention_mask.dtype != torch.bool):
+        raise ValueError(f"{type(module).__name__}: its own mask has no sparse counterpart")
     if step and budget is not None:
         if dropout:
             raise ValueError(f"dropout: expected 0 at a decode step, got {dropout}; call model.eval()")
-        if own_mask:
-            raise ValueError(f"{type(module).__name__}: its own mask has no sparse counterpart")
         out, counts = _decode(index, layer, budget, q, scale)
         counter.sparse(layer, counts)
         return out[:, None], None
     counter.dense_rows += query.shape[0]
-    if step and not dropout and not own_mask and _in_place(layer, q):
+    if step and not dropout and _in_place(layer, q):
         return _attend_all(layer, q, scale)[:, None], None
     if layer.columns > new:
         key, value = layer.dense()

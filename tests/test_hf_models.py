@@ -315,6 +315,13 @@ def test_what_has_no_sparse_counterpart_is_refused_by_name(kind: str) -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_mask_of_the_models_own_is_refused_without_a_budget_too() -> None:
+    """Which would be left out of every step otherwise."""
+    make, message = REFUSED["its own mask"]
+    with pytest.raises(ValueError, match=message):
+        hf.enable(make(), hf.LocksConfig(budget=None))
+
+
 def test_a_cache_of_another_kind_in_the_generation_config_is_refused() -> None:
     model = FAMILIES["llama"]()
     model.generation_config.cache_implementation = "quantized"

@@ -226,7 +226,9 @@ def _through_cache(gguf: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from safetensors import SafetensorError
 
     home = _cache_home()
-    directory = home / f"{gguf.stem}-{_sha256(gguf)[:16]}-{str(dtype).removeprefix('torch.')}"
+    # Environments with different versions share the place without making each other convert anew.
+    kind = f"{str(dtype).removeprefix('torch.')}-transformers{version('transformers')}"
+    directory = home / f"{gguf.stem}-{_sha256(gguf)[:16]}-{kind}"
     # Read before taking the lock: a cache in a read-only place serves too.
     if _intact(directory):
         return _from_directory(directory, dtype)

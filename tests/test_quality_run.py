@@ -132,7 +132,7 @@ def test_an_interrupted_process_keeps_what_it_has(model: Path, tmp_path: Path):
     ) as running:
         signal.signal(signal.SIGINT, before)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while not (log.exists() and log.read_bytes().count(b"\n") > 5) and time.monotonic() < deadline:
                 time.sleep(0.1)
             running.send_signal(signal.SIGINT)

@@ -5,8 +5,8 @@
 Jobs are parts of a task's examples; the first parts of all tasks come first. Each job keeps a log of its own, which a
 later call goes on from. The result file is written anew from all logs every minute and at the end, so a run that is
 cut (or interrupted) leaves what it has; it exits with 1, as does one that lacks examples. A task whose full-attention
-score is below --least is named and is in no selector's mean. Rows of a step share its launches, of which there are
-about thirty a layer: two processes a device with large batches are faster than many with small ones.
+score is below --least is named and is in no selector's mean. The rows of a batch share a step's launches, so few
+processes with large batches launch less than many with small ones (not timed against each other).
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def vllm() -> str:
     note = (
         f"Time per output token, median of {one['samples']} or more (least-most); the model's shape, dummy weights, "
         f"{one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_tpot.json`, by "
-        f"`PYTHONPATH=. python bench/vllm_tpot.py --batch 1 4 --rounds 1 --repeats {one['samples']}`. A sample is the "
+        "`PYTHONPATH=. python bench/vllm_tpot.py --batch 1 4` (two GPUs: `--tensor-parallel 2`). A sample is the "
         "difference of two requests over 64 tokens: where they spread by milliseconds, at 512K and 1024K, the ratio is "
         f"as rough. Commits {commits}; *: dense and LOCKS are of different runs."
     )
@@ -229,7 +229,7 @@ def vllm_needles() -> str:
 
 
 def vllm_serving() -> str:
-    """What parity came to."""
+    """What parity and the mixed load came to."""
     rows_of = json.loads((ROOT / "bench/results/h200/vllm_serving.json").read_text())["rows"]
 
     def lead(compared: dict[str, Any]) -> str:
@@ -243,11 +243,23 @@ def vllm_serving() -> str:
         f"leads by {lead(one)} nats at most (bfloat16). Its own answers to the same prompts in another order are alike "
         f"in {own['equal']} of {own['compared']}, and part at leads of up to {lead(own)}."
     )
+    load = next(row for row in rows_of if row["measure"] == "mixed" and row["impl"] == "locks")
+    solo = load["solo"]
+    under = (
+        f"{load['minutes']:.1f} minutes of mixed load (shared prefixes, preemption, aborts; budget {load['budget']}, "
+        f"rank {load['rank']}): {load['finished']:,} requests finished, {load['aborted']:,} were aborted and "
+        f"{load['preempted']:,} preempted; {load['not_finite']} log-probabilities were no finite number; "
+        f"{load['sparse_rows']:,} decode rows were sparse, {load['eligible_rows']:,} of them, counted from the "
+        "answers, longer than the budget (steps that were under way when a request ended give no answer). Of "
+        f"{solo['compared']} requests served again alone {solo['equal']} were answered alike; where one parted, vLLM's "
+        f"first choice led by {lead(solo)} nats at most."
+        + ("" if load["whole"] else " The run was cut while it served requests alone.")
+    )
     note = (
         f"{one['model']}, {one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_serving.json`, by "
-        "`PYTHONPATH=. python bench/vllm_serving.py parity`."
+        "`PYTHONPATH=. python bench/vllm_serving.py parity mixed`."
     )
-    return said + "\n\n" + note
+    return "\n\n".join((said, under, note))
 
 
 def ruler() -> str:

@@ -17,8 +17,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from locks.cli import app
-from locks.models import SetupError
-from locks.quality import figure, run, summary
+from locks.models import SetupError, load_model
+from locks.quality import engine, figure, run, summary
 from locks.quality.example import Example, Task
 from locks.quality.log import Log
 from locks.quality.methods import NAMES, parse_methods
@@ -200,6 +200,71 @@ def rows_of(plan: run.Plan, scores: Mapping[tuple[str, str], Sequence[float]]) -
         for (task, selector), values in scores.items()
         for index, score in enumerate(values)
     ]
+
+
+@pytest.mark.parametrize(
+    ("room", "sparse", "dense"),
+    [
+        (1, [5, 2, 1, 1, 1, 1, 1, 1, 1], [5, 1, 1]),
+        # The third batch is one that was answered densely and one that was not.
+        (2, [5, 2, 2, 2, 1], [5, 2, 1]),
+        (4, [5, 2, 2, 2, 1], [5, 2, 1]),
+        (5, [5, 2], [5, 2]),
+    ],
+)
+def test_batches_that_do_not_fit_into_memory_are_halved(
+    room: int,
+    sparse: list[int],
+    dense: list[int],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked: dict[bool, list[int]] = {True: [], False: []}
+
+    def generate(session: engine.Session, prompts: Sequence[Any], *more: Any) -> Any:
+        """Fails as a GPU does where more than `room` rows decode sparsely: behind the first line of a batch."""
+        asked[session.selector is None].append(len(prompts))
+        if session.selector is not None and len(prompts) > room:
+            raise torch.OutOfMemoryError("no room")
+        return real(session, prompts, *more)
+
+    real = engine.Session.generate
+    monkeypatch.setattr(engine.Session, "generate", generate)
+    loaded, tokenizer = load_model(model)
+    with Log(tmp_path / "log.jsonl", {}) as log:
+        run.run(loaded, tokenizer, short_plan(7), log)
+    _, *rows = lines(tmp_path / "log.jsonl")
+    places = sorted((row["selector"], row["index"]) for row in rows)
+    assert places == [(selector, index) for selector in ("full", "oracle") for index in range(7)]
+    assert asked == {True: dense, False: sparse}
+
+
+def test_an_example_that_does_not_fit_alone_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def prefill(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(engine, "prefill", prefill)
+    loaded, tokenizer = load_model(model)
+    with (
+        Log(tmp_path / "log.jsonl", {}) as log,
+        pytest.raises(SetupError, match="short: one example of 100 tokens does not fit into memory alone"),
+    ):
+        run.run(loaded, tokenizer, short_plan(2), log)
+
+
+def short_plan(count: int) -> run.Plan:
+    """Answers of two tokens to prompts of about ninety, five examples at once."""
+    task = Task(
+        "short",
+        100,
+        count,
+        lambda index: Example(index, [1 + index] * (90 + index % 3), max_new_tokens=2),
+        lambda example, answer: {"all": float(len(answer))},
+    )
+    return plan(tasks=[task], methods=parse_methods("oracle"), batch=5)
 
 
 def test_summary_pairs_examples_and_averages_tasks():

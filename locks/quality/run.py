@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from locks.models import head_dim
+from locks.models import SetupError, head_dim
 from locks.quality import engine
 from locks.quality.evictors import Evictor
 from locks.quality.example import Example, Task, draw
@@ -80,19 +81,44 @@ class Plan:
 
 
 def run(model: Any, tokenizer: Any, plan: Plan, log: Log, done: Callable[[], None] = lambda: None) -> None:
-    """Answers what the log does not hold yet; `done` is called after every batch."""
+    """Answers what the log does not hold yet; `done` is called after every batch.
+
+    A batch that does not fit into the GPU's memory is halved, and so are those behind it.
+
+    Raises:
+        SetupError: one example alone does not fit.
+    """
     missing = {task: [key for key in plan.keys(task) if key not in log.rows] for task in plan.tasks}
     total = sum(len(task.indices) * task.samples * len(plan.configs) for task in plan.tasks)
     left = sum(map(len, missing.values()))
     with engine.enabled(model), tqdm(total=total, initial=total - left, unit="answer") as bar:
-        together = engine.pads(model)
+        size = plan.batch if engine.pads(model) else 1
         for task in plan.tasks:
             bar.set_description(f"{task.name} {task.length}")
             wanted = set(missing[task])
             indices = sorted({key[2] for key in wanted})
-            for some in batches(indices, max(1, plan.batch // task.samples) if together else 1):
-                _answer(model, tokenizer, plan, task, some, wanted, log, bar)
-                done()
+            while indices:
+                some = indices[: max(1, size // task.samples)]
+                fits = True
+                try:
+                    _answer(model, tokenizer, plan, task, some, wanted, log, bar)
+                except torch.OutOfMemoryError as error:
+                    if len(some) == 1:
+                        raise SetupError(
+                            f"{task.name}: one example of {task.length} tokens does not fit into memory alone"
+                        ) from error
+                    fits = False
+                if fits:
+                    del indices[: len(some)]
+                    done()
+                    continue
+                # Here, since what the exception holds is free only now.
+                torch.cuda.empty_cache()
+                size = max(1, len(some) // 2 * task.samples)
+                bar.write(
+                    f"{task.name}: {len(some)} examples at once do not fit into memory, now half as many"
+                )
+                wanted -= log.rows.keys()
 
 
 def batches(indices: list[int], size: int) -> Iterator[list[int]]:

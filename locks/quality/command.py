@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from locks import doctor
-from locks.models import SetupError, load_model, load_smollm2, smollm2_gguf
+from locks.models import SetupError, head_dim, load_model, load_smollm2, num_layers, smollm2_gguf
 from locks.quality import figure, run, summary, vllm_run
 from locks.quality.families import FAMILIES, Make, Options
 from locks.quality.log import Log, Row
@@ -194,6 +194,9 @@ def execute(request: Request) -> tuple[list[Row], int]:
 
 def _transformers(request: Request) -> Answerer:
     model, tokenizer = load_smollm2() if request.model is None else load_model(request.model)
+    for method in request.methods:
+        # Names layers that the model does not have.
+        method.make(head_dim(model.config), num_layers(model.config))
     return Answerer(
         tokenizer,
         getattr(model.config, "max_position_embeddings", None),

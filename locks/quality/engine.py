@@ -62,8 +62,12 @@ def pads(model: Any) -> bool:
     return len(_paged(cache)) == len(cache.layers)
 
 
+def _numbered(cache: hf.PagedCache) -> list[tuple[int, hf.PagedLayer]]:
+    return [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(layer, hf.PagedLayer)]
+
+
 def _paged(cache: hf.PagedCache) -> list[hf.PagedLayer]:
-    return [layer for layer in cache.layers if isinstance(layer, hf.PagedLayer)]
+    return [layer for _, layer in _numbered(cache)]
 
 
 @torch.inference_mode()
@@ -111,7 +115,7 @@ class Session:
     Args:
         model: that `enabled` prepared.
         prefilled: the batch, watched if the selector is an evictor.
-        selector: a selector or an evictor; None for full attention.
+        selector: a selector, one for each of the model's layers, or an evictor; None for full attention.
         repeats: rows that follow each prompt.
     """
 
@@ -135,11 +139,12 @@ class Session:
             return
         if self.cache.get_seq_length() > self.width:
             self.cache.crop(self.width)
-        for layer in _paged(self.cache):
+        for index, layer in _numbered(self.cache):
             layer.state = None
             if selector is not None:
-                layer.state = selector.allocate(layer.k_cache)
-                selector.seal(layer.state, layer.k_cache, layer.table, layer.seq_lens)
+                own = hf.LocksConfig(budget=None, selector=selector).of_layer(index).ranker
+                layer.state = own.allocate(layer.k_cache)
+                own.seal(layer.state, layer.k_cache, layer.table, layer.seq_lens)
 
     @torch.inference_mode()
     def rewind(self, budget: int | None) -> None:
@@ -154,8 +159,8 @@ class Session:
         elif self.taken:
             self.cache.crop(self.width)
         self.taken = 0
-        for layer in _paged(self.cache):
-            layer.config = config
+        for index, layer in _numbered(self.cache):
+            layer.config = config.of_layer(index)
 
     def _hold(self, budget: int | None) -> None:
         batch = self.prefilled

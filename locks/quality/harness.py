@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from locks import hf
 from locks.checks import FLOATS
-from locks.models import SetupError, head_dim, load_model, load_smollm2
+from locks.models import SetupError, head_dim, load_model, load_smollm2, num_layers
 from locks.quality import engine
 from locks.quality.evictors import Evictor
 from locks.quality.example import Forced
@@ -283,7 +283,7 @@ class LocksLM(HFLM):
         """Rows that stand before the last `tail` tokens of their prompts, `repeats` of each."""
         assert self.choice is not None
         method, budget = self.choice
-        selector = method.make(head_dim(self.model.config))
+        selector = method.make(head_dim(self.model.config), num_layers(self.model.config))
         evictors = [selector] if isinstance(selector, Evictor) else []
         prefilled = engine.prefill(
             self.model,

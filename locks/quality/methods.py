@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from locks import checks
 from locks.format import PAGES, SummaryFormat
 from locks.pages import budget_pages, scored
 from locks.quality.evictors import EVICTORS
@@ -62,31 +63,44 @@ class Streaming(KeepsNothing):
 @dataclass(frozen=True)
 class Method:
     """A selector or an evictor by name: "quest", "h2o", "locks" (the default record), "locks-r8", "locks-r4c8" (8-bit
-    coefficients).
+    coefficients), "locks-r2+8@18-20" (rank 2, but 8 in layers 18 to 20).
 
-    `spec` is that name; `fmt` the record that it scores with or whose bytes it matches, None for the others.
+    `spec` is that name; `fmt` the record that it scores with or whose bytes it matches, None for the others; `more`:
+    ranks of some layers, (rank, first layer, last layer), a later one before an earlier.
     """
 
     spec: str
     selector: str
     page: int
     fmt: SummaryFormat | None
+    more: tuple[tuple[int, int, int], ...] = ()
 
-    def make(self, head_dim: int) -> Selector:
-        """The selector, or the evictor, for keys of that width."""
+    def make(self, head_dim: int, layers: int = 0) -> Selector | list[Selector]:
+        """The selector, or the evictor, for keys of that width; of several ranks one for each of a model's layers.
+
+        Raises:
+            ValueError: a layer that the model does not have.
+        """
         if self.selector == STREAMING:
             return Streaming(self.page)
         if self.selector in EVICTORS:
             return EVICTORS[self.selector](self.page)
         fmt = SummaryFormat(page=self.page) if self.fmt is None else self.fmt
-        return make_selector(self.selector, fmt, head_dim)
+        if not self.more:
+            return make_selector(self.selector, fmt, head_dim)
+        formats = [fmt] * layers
+        for rank, first, last in self.more:
+            if not first <= last < layers:
+                raise ValueError(f"selector: expected layers of 0 to {layers - 1}, got {self.spec!r}")
+            formats[first : last + 1] = [replace(fmt, rank=rank)] * (last + 1 - first)
+        return [make_selector(self.selector, own, head_dim) for own in formats]
 
     def facts(self) -> dict[str, Any]:
         """Its columns of a result row."""
         fmt = self.fmt
         return {
             "selector": self.spec,
-            "rank": None if fmt is None else fmt.rank,
+            "rank": None if fmt is None or self.more else fmt.rank,
             "page": self.page,
             "bits": None if fmt is None else [fmt.mean_bits, fmt.basis_bits, fmt.coef_bits],
         }
@@ -104,13 +118,13 @@ def parse_methods(text: str, page: int = 16) -> list[Method]:
 
 
 def _method(spec: str, page: int) -> Method:
-    matched = re.fullmatch(r"([a-z0-9]+)(?:-r(\d+)(?:c(\d+))?)?", spec)
+    matched = re.fullmatch(r"([a-z0-9]+)(?:-r(\d+)(?:c(\d+))?((?:\+\d+@\d+-\d+)*))?", spec)
     name = matched[1] if matched else ""
     if matched is None or name not in NAMES or (matched[2] and name not in SIZED):
         sized = " or ".join(SIZED)
         raise ValueError(
-            f"selector: expected {', '.join(NAMES)}, or {sized} with a rank and bits such as locks-r8 or "
-            f"locks-r4c8, got {spec!r}"
+            f"selector: expected {', '.join(NAMES)}, or {sized} with a rank and bits such as locks-r8, locks-r4c8 or "
+            f"locks-r2+8@18-20 (rank 8 in layers 18 to 20), got {spec!r}"
         )
     if name not in SIZED:
         return Method(spec, name, page, None)
@@ -118,7 +132,10 @@ def _method(spec: str, page: int) -> Method:
     fmt = SummaryFormat(
         page=page, rank=int(matched[2] or plain.rank), coef_bits=int(matched[3] or plain.coef_bits)
     )
-    return Method(spec, name, page, fmt)
+    more = tuple((int(r), int(a), int(b)) for r, a, b in re.findall(r"\+(\d+)@(\d+)-(\d+)", matched[4] or ""))
+    for rank, _, _ in more:
+        checks.summary_format(replace(fmt, rank=rank))
+    return Method(spec, name, page, fmt, more)
 
 
 def parse_budgets(text: str, page: int = 16) -> tuple[list[int], bool]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from locks.models import SetupError, head_dim
+from locks.models import SetupError, head_dim, num_layers
 from locks.quality import engine
 from locks.quality.evictors import Evictor
 from locks.quality.example import Example, Task, draw
@@ -152,7 +152,7 @@ def _answer(
         for method in [None, *plan.methods]
     }
     makers = {
-        method: None if method is None else method.make(head_dim(model.config))
+        method: None if method is None else method.make(head_dim(model.config), num_layers(model.config))
         for method, mine in lines.items()
         if mine
     }

@@ -39,10 +39,10 @@ def check(methods: Sequence[Method], model: Path | None, tail: int) -> None:
         SetupError: no vLLM, one that is not supported, or no model directory.
     """
     for method in methods:
-        if method.selector != SELECTOR:
+        if method.selector != SELECTOR or method.more:
             raise ValueError(
                 f"selector: expected {SELECTOR} or one with a rank and bits such as locks-r8 or locks-r4c8 in the "
-                f"engine vllm, got {method.spec!r}; the engine hf has the others"
+                f"engine vllm, got {method.spec!r}; the engine hf has the others, and ranks of single layers"
             )
     if tail != 1:
         raise ValueError(f"tail: expected 1 in the engine vllm, which prefills whole prompts, got {tail}")

@@ -12,6 +12,7 @@ import contexts
 import findings
 import group_combine
 import key_rank
+import layer_rank
 import outputs
 import pandas as pd
 import pytest
@@ -187,3 +188,22 @@ def test_tables_agree_where_their_intervals_meet():
 def test_questions_come_in_whole_contexts():
     with pytest.raises(outputs.InputError, match="questions: expected a multiple of 8, got 12"):
         selection.main(questions=12)
+
+
+def test_the_table_of_layers_that_want_rank(small, model, tmp_path):
+    frame = layer_rank.measure(None, "cpu", ([0], [1]), 200, 64, (1, 2, 4), 1, tmp_path)
+    assert frame.part.tolist() == ["group"] * 3 + ["oracle"] + ["uniform"] * 3 + ["by layer"]
+    groups = frame[frame.part == "group"]
+    assert groups.selector.tolist() == ["locks-r1", "locks-r1+4@0-0", "locks-r1+4@1-1"]
+    saved = groups.kl.to_numpy()[0] - groups.kl.to_numpy()[1:]
+    assert groups.saved.tolist()[1:] == pytest.approx(saved.tolist(), abs=1e-9)
+    *_, one, two, four, chosen = frame.to_dict("records")
+    assert [row["part"] for row in (one, two, four, chosen)] == ["uniform"] * 3 + ["by layer"]
+    # Rank 4 in one of two layers costs more than rank 2 in both: none is chosen.
+    assert (one["bytes_a_token"] + four["bytes_a_token"]) / 2 > two["bytes_a_token"]
+    same = ("selector", "bytes_a_token", "digits", "kl")
+    assert [chosen[name] for name in same] == [one[name] for name in same]
+    questions = layer_rank.Questions(model, None, 200, [1], 64)
+    values = questions.under(make_selector("locks", SummaryFormat(rank=4), 64))
+    assert values.mean(0).tolist() == pytest.approx([four["digits"], four["kl"]])
+    assert (tmp_path / "layer_rank.csv").is_file()

@@ -36,6 +36,7 @@ from locks.quality.methods import parse_budgets, parse_methods
 from locks.quality.text import read_prose
 
 SELECTORS = "oracle,locks-r8,locks-r4,quest,shared-r8"
+BUDGETS = "64,128,512,2048,full"
 # Between two writings of the result file.
 SECONDS = 60
 
@@ -215,7 +216,7 @@ def main(
     examples: Annotated[int, typer.Option(help="of a task")] = 100,
     part: Annotated[int, typer.Option(help="examples of a job")] = 50,
     selectors: Annotated[str, typer.Option(help="by commas")] = SELECTORS,
-    budgets: Annotated[str, typer.Option(help="by commas")] = "64,128,512,2048,full",
+    budgets: Annotated[str, typer.Option(help="by commas")] = BUDGETS,
     tasks: Annotated[
         str, typer.Option(help="by commas; all that need no data file where none is named")
     ] = "",
@@ -252,6 +253,12 @@ def main(
     )
     plan_of(setup, [])
     said = f"python bench/quality/ruler.py --model {model} --length {length} --examples {examples} --batch {batch}"
+    for name, given, default in (
+        ("selectors", selectors, SELECTORS),
+        ("budgets", budgets, BUDGETS),
+        ("tasks", tasks, ""),
+    ):
+        said += f" --{name} {given}" if given != default else ""
     parts = [
         (name, first, min(first + part, examples)) for first in range(0, examples, part) for name in names
     ]

@@ -185,8 +185,8 @@ def evaluate(
     selector: Annotated[
         str,
         typer.Option(
-            help="By commas: locks, locks-r8, locks-r4c8, oracle, quest, shared-r4, mean, arkvale, random, "
-            "streaming; evictors: snapkv, h2o, rkv."
+            help="By commas: locks, locks-r8, locks-r4c8, locks-r2+8@18-20, oracle, quest, shared-r4, mean, arkvale, "
+            "random, streaming; evictors: snapkv, h2o, rkv."
         ),
     ] = "locks,oracle,quest",
     budgets: Annotated[

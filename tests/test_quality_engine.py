@@ -142,12 +142,16 @@ def test_ranks_of_layers_by_name():
         "bits": [8, 4, 8],
     }
     for layers in (2, 0):
-        with pytest.raises(ValueError, match=f"expected layers of 0 to {layers - 1}, got 'locks-r2c8"):
+        with pytest.raises(ValueError, match=f"'locks-r2c8.*': expected layers of 0 to {layers - 1}, got 2"):
             method.make(64, layers)
-    (backwards,) = methods.parse_methods("locks-r4+8@2-1")
-    with pytest.raises(ValueError, match="expected layers"):
-        backwards.make(64, 4)
-    for wrong in ("locks-r2+8", "locks-r2+8@1", "quest+8@0-1", "locks-r2+8@a-b", "oracle-r2+8@0-1"):
+    for wrong in (
+        "locks-r4+8@2-1",
+        "locks-r2+8",
+        "locks-r2+8@1",
+        "quest+8@0-1",
+        "locks-r2+8@a-b",
+        "oracle-r2+8@0-1",
+    ):
         with pytest.raises(ValueError, match="selector: expected"):
             methods.parse_methods(wrong)
     with pytest.raises(ValueError, match="rank: expected"):

@@ -29,6 +29,7 @@ def test_every_option_is_taken():
             "coef_bits": 8,
             "window_pages": 2,
             "dense_below": 1000,
+            "layer_ranks": "4@0-1",
         },
         "here",
     )
@@ -46,6 +47,12 @@ def test_every_option_is_taken():
         ({"budget": True}, "budget: expected a number of tokens"),
         ({"rank": 16}, "rank: expected at most page - 1 = 15"),
         ({"rank": 3}, "rank: expected one of"),
+        ({"layer_ranks": "8@3"}, "layer_ranks: expected ranks and layers such as 8@18-20, got '8@3'"),
+        ({"layer_ranks": "8@4-3"}, "layer_ranks: expected ranks and layers"),
+        ({"layer_ranks": "8@3-4,"}, "layer_ranks: expected ranks and layers"),
+        ({"layer_ranks": "3@3-4"}, "rank: expected one of"),
+        ({"layer_ranks": "16@3-4"}, "rank: expected at most page - 1 = 15"),
+        ({"layer_ranks": 8}, "layer_ranks: expected text such as '8@18-20', got 8"),
         ({"page": 24}, "page: expected one of"),
         ({"coef_bits": 5}, "coef_bits: expected one of"),
         ({"window_pages": 0}, "window_pages: expected at least 1"),
@@ -62,6 +69,13 @@ def test_bad_settings_are_refused_with_the_valid_ones(settings: Any, says: str):
         config.parse(settings, "here")
     assert says in str(error.value)
     assert "budget (2048), page (16), rank (4)" in str(error.value)
+
+
+def test_a_layer_has_the_rank_that_is_named_last_for_it():
+    made = config.parse({"rank": 2, "budget": 256, "layer_ranks": "8@1-3, 4@3-3"}, "here")
+    layers = [made.of_layer(layer) for layer in range(5)]
+    assert [own.fmt.rank for own in layers] == [2, 8, 8, 4, 2]
+    assert all(own == PluginConfig(rank=own.rank, budget=256) for own in layers)
 
 
 def test_where_settings_come_from(monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from locks import checks
 from locks.format import PAGES, SummaryFormat
+from locks.layer_ranks import LayerRank, check_layers, rank_of
+from locks.layer_ranks import parse as parse_layer_ranks
 from locks.pages import budget_pages, scored
 from locks.quality.evictors import EVICTORS
 from locks.selectors import SELECTORS, KeepsNothing, Selector, make_selector
@@ -66,14 +68,14 @@ class Method:
     coefficients), "locks-r2+8@18-20" (rank 2, but 8 in layers 18 to 20).
 
     `spec` is that name; `fmt` the record that it scores with or whose bytes it matches, None for the others; `more`:
-    ranks of some layers, (rank, first layer, last layer), a later one before an earlier.
+    ranks of some layers.
     """
 
     spec: str
     selector: str
     page: int
     fmt: SummaryFormat | None
-    more: tuple[tuple[int, int, int], ...] = ()
+    more: tuple[LayerRank, ...] = ()
 
     def make(self, head_dim: int, layers: int = 0) -> Selector | list[Selector]:
         """The selector, or the evictor, for keys of that width; of several ranks one for each of a model's layers.
@@ -88,12 +90,12 @@ class Method:
         fmt = SummaryFormat(page=self.page) if self.fmt is None else self.fmt
         if not self.more:
             return make_selector(self.selector, fmt, head_dim)
-        formats = [fmt] * layers
-        for rank, first, last in self.more:
-            if not first <= last < layers:
-                raise ValueError(f"selector: expected layers of 0 to {layers - 1}, got {self.spec!r}")
-            formats[first : last + 1] = [replace(fmt, rank=rank)] * (last + 1 - first)
-        return [make_selector(self.selector, own, head_dim) for own in formats]
+        try:
+            check_layers(self.more, layers)
+        except ValueError as error:
+            raise ValueError(f"selector: {self.spec!r}: {error}") from error
+        ranks = [rank_of(layer, self.more, fmt.rank) for layer in range(layers)]
+        return [make_selector(self.selector, replace(fmt, rank=rank), head_dim) for rank in ranks]
 
     def facts(self) -> dict[str, Any]:
         """Its columns of a result row."""
@@ -132,9 +134,12 @@ def _method(spec: str, page: int) -> Method:
     fmt = SummaryFormat(
         page=page, rank=int(matched[2] or plain.rank), coef_bits=int(matched[3] or plain.coef_bits)
     )
-    more = tuple((int(r), int(a), int(b)) for r, a, b in re.findall(r"\+(\d+)@(\d+)-(\d+)", matched[4] or ""))
-    for rank, _, _ in more:
-        checks.summary_format(replace(fmt, rank=rank))
+    try:
+        more = parse_layer_ranks((matched[4] or "").removeprefix("+"), "+")
+    except ValueError as error:
+        raise ValueError(f"selector: {error}") from error
+    for other in more:
+        checks.summary_format(replace(fmt, rank=other.rank))
     return Method(spec, name, page, fmt, more)
 
 

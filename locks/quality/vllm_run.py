@@ -39,10 +39,10 @@ def check(methods: Sequence[Method], model: Path | None, tail: int) -> None:
         SetupError: no vLLM, one that is not supported, or no model directory.
     """
     for method in methods:
-        if method.selector != SELECTOR or method.more:
+        if method.selector != SELECTOR:
             raise ValueError(
                 f"selector: expected {SELECTOR} or one with a rank and bits such as locks-r8 or locks-r4c8 in the "
-                f"engine vllm, got {method.spec!r}; the engine hf has the others, and ranks of single layers"
+                f"engine vllm, got {method.spec!r}; the engine hf has the others"
             )
     if tail != 1:
         raise ValueError(f"tail: expected 1 in the engine vllm, which prefills whole prompts, got {tail}")
@@ -104,8 +104,10 @@ def settings(path: Path, plan: Plan, config: Config, length: int) -> dict[str, A
     fmt = config.method.fmt
     if fmt is None:
         raise ValueError(f"selector: expected one with a record, got {config.method.spec!r}")
-    options = {"budget": config.budget, "page": fmt.page, "rank": fmt.rank}
+    options: dict[str, Any] = {"budget": config.budget, "page": fmt.page, "rank": fmt.rank}
     options |= {name: getattr(fmt, name) for name in ("mean_bits", "basis_bits", "coef_bits")}
+    if config.method.more:
+        options["layer_ranks"] = ",".join(f"{o.rank}@{o.first}-{o.last}" for o in config.method.more)
     chosen["additional_config"] = {"locks": options}
     if on_gpu:
         # A CPU engine knows no other backend than its own, which gives way to ours there.

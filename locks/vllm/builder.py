@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.models.utils import extract_layer_index
 
 from locks.vllm import config as settings
 from locks.vllm import stats
@@ -45,22 +46,26 @@ class StepBuilder:
             device,
             short_prompts_decode=short_prompts_decode,
         )
+        layers = [self.config.of_layer(extract_layer_index(name)) for name in layer_names]
         self.shape = stats.Shape(
             layers=len(layer_names),
             kv_heads=kv_cache_spec.num_kv_heads,
             token_bytes=2 * kv_cache_spec.head_size * kv_cache_spec.dtype.itemsize,
-            record_bytes=self.config.fmt.layout(kv_cache_spec.head_size).nbytes,
+            record_bytes=sum(own.fmt.layout(kv_cache_spec.head_size).nbytes for own in layers) / len(layers),
         )
         blocks = vllm_config.cache_config.num_gpu_blocks
         # None while vLLM tries CUDA graphs on a cache of a few blocks.
         if blocks is not None:
             own = kv_cache_spec
-            side = summary_spec(self.config, own.block_size, own.num_kv_heads, own.head_size, own.dtype)
+            sides = [
+                summary_spec(each, own.block_size, own.num_kv_heads, own.head_size, own.dtype)
+                for each in layers
+            ]
             stats.report_plan(
                 self.shape,
                 vllm_config.parallel_config,
                 cache_bytes=blocks * len(layer_names) * own.page_size_bytes,
-                summary_bytes=blocks * len(layer_names) * side.page_size_bytes,
+                summary_bytes=blocks * sum(side.page_size_bytes for side in sides),
             )
 
     def build(self, common: Any, dense: Any, *, counted: bool) -> StepMetadata[Any]:

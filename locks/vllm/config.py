@@ -12,6 +12,8 @@ from typing import Any
 
 from locks import checks
 from locks.format import SummaryFormat
+from locks.layer_ranks import LayerRank, rank_of
+from locks.layer_ranks import parse as parse_layer_ranks
 from locks.pages import budget_pages
 
 VARIABLE = "LOCKS_CONFIG"
@@ -27,6 +29,7 @@ class PluginConfig:
             included.
         page: tokens of a page; an engine block is a multiple of it.
         rank: basis vectors of a page's summary.
+        layer_ranks: of single layers in place of `rank`, such as "8@18-20" or "8@3-4,8@18-20".
         mean_bits: bits of an element of a summary's mean.
         basis_bits: bits of an element of its basis.
         coef_bits: bits of a coefficient.
@@ -40,6 +43,7 @@ class PluginConfig:
     budget: int = 2048
     page: int = SummaryFormat.page
     rank: int = SummaryFormat.rank
+    layer_ranks: str = ""
     mean_bits: int = SummaryFormat.mean_bits
     basis_bits: int = SummaryFormat.basis_bits
     coef_bits: int = SummaryFormat.coef_bits
@@ -49,6 +53,8 @@ class PluginConfig:
     def __post_init__(self) -> None:
         # Makes the format, which checks its own values.
         checks.summary_format(self.fmt)
+        for other in self.others:
+            checks.summary_format(dataclasses.replace(self.fmt, rank=other.rank))
         checks.window(self.window_pages)
         budget_pages(self.budget, self.page, self.window_pages)
         if type(self.dense_below) is not int or self.dense_below < 0:
@@ -59,6 +65,20 @@ class PluginConfig:
         """The summaries' format."""
         names = [field.name for field in dataclasses.fields(SummaryFormat)]
         return SummaryFormat(**{name: getattr(self, name) for name in names})
+
+    @cached_property
+    def others(self) -> tuple[LayerRank, ...]:
+        """What `layer_ranks` says."""
+        if not isinstance(self.layer_ranks, str):
+            raise TypeError(f"layer_ranks: expected text such as '8@18-20', got {self.layer_ranks!r}")
+        try:
+            return parse_layer_ranks(self.layer_ranks)
+        except ValueError as error:
+            raise ValueError(f"layer_ranks: {error}") from error
+
+    def of_layer(self, layer: int) -> PluginConfig:
+        """The configuration of one of the model's layers, which has one rank."""
+        return dataclasses.replace(self, rank=rank_of(layer, self.others, self.rank), layer_ranks="")
 
     @property
     def kept_pages(self) -> int:
@@ -73,7 +93,7 @@ class PluginConfig:
 
 def options() -> str:
     """The valid settings and their defaults, for messages."""
-    return ", ".join(f"{field.name} ({field.default})" for field in dataclasses.fields(PluginConfig))
+    return ", ".join(f"{field.name} ({field.default!r})" for field in dataclasses.fields(PluginConfig))
 
 
 def parse(settings: object, source: str) -> PluginConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from locks import checks
+from locks.layer_ranks import check_layers
 from locks.vllm import plugin
 from locks.vllm.config import PluginConfig
 
@@ -61,6 +62,11 @@ def check_engine(vllm_config: Any, config: PluginConfig) -> None:
     if model.is_hybrid or kinds != {"full_attention"}:
         others = ", ".join(sorted(kinds - {"full_attention"})) or "state-space"
         refuse(f"hybrid model with {others} layers: only models of full attention can be served; {WITHOUT}")
+    try:
+        if config.others:
+            check_layers(config.others, model.hf_text_config.num_hidden_layers)
+    except ValueError as error:
+        refuse(f"layer_ranks: {error}")
     transfer = vllm_config.kv_transfer_config
     connector = None if transfer is None else transfer.kv_connector
     if connector is not None and connector not in CONNECTORS:

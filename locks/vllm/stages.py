@@ -42,8 +42,9 @@ class LayerStages:
         self._views: tuple[Tensor, Tensor, Tensor] | None = None
 
     def attach(self, impl: Any) -> None:
-        """Makes room for summaries in the engine's memory plan."""
+        """Makes room for summaries in the engine's memory plan; from here on the config is this layer's."""
         self.side = attach(self.engine, impl, self.config)
+        self.config = self.side.config
 
     def views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """k_cache, v_cache [num_blocks, Hkv, block, D] and records of a cache [num_blocks, Hkv, block, 2 D]."""

@@ -61,12 +61,12 @@ def totals() -> Totals:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a builder's layers have in common: how many, KV heads, bytes of a token's key and value, of a record."""
+    """A builder's layers: how many, KV heads, bytes of a token's key and value, of a record on average."""
 
     layers: int
     kv_heads: int
     token_bytes: int
-    record_bytes: int
+    record_bytes: float
 
 
 def report_plan(shape: Shape, parallel: Any, *, cache_bytes: int, summary_bytes: int) -> None:
@@ -101,7 +101,7 @@ def count(config: PluginConfig, shape: Shape, lens: np.ndarray, prefill_tokens: 
     _TOTALS.prefill_tokens += prefill_tokens
     _TOTALS.pages_read += each * int(kept.sum())
     _TOTALS.page_bytes += each * shape.token_bytes * int(tokens.sum())
-    _TOTALS.summary_bytes += each * shape.record_bytes * int(scanned.sum())
+    _TOTALS.summary_bytes += round(each * shape.record_bytes) * int(scanned.sum())
     _TOTALS.dense_bytes += each * shape.token_bytes * int(lens.sum())
     _TOTALS.sealed_pages += each * sealed
     if time.monotonic() - _last >= LOG_SECONDS:

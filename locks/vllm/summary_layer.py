@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -124,10 +125,17 @@ def as_records(cache: Tensor, block_size: int, config: PluginConfig, head_size: 
 
 
 def attach(vllm_config: Any, impl: Any, config: PluginConfig) -> SummaryLayer:
-    """Adds a summary layer beside the attention layer that `impl` serves, or finds the one that is there."""
+    """Adds a summary layer beside the attention layer that `impl` serves, or finds the one that is there.
+
+    Args:
+        vllm_config: the engine's.
+        impl: of the attention layer.
+        config: the plugin's; the summary layer's is that of its layer.
+    """
     context = vllm_config.compilation_config.static_forward_context
     name, owner = next((n, layer) for n, layer in context.items() if getattr(layer, "impl", None) is impl)
     side = context.get(name + SUFFIX)
     if side is None or side.owner is not owner:
-        side = context[name + SUFFIX] = SummaryLayer(owner, config)
+        own = config.of_layer(extract_layer_index(name))
+        side = context[name + SUFFIX] = SummaryLayer(owner, own)
     return side

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from locks import SummaryFormat
 from locks.vllm import stats
 from tests.engine.engines import (
     alone,
@@ -50,6 +51,26 @@ def test_dense_below_changes_nothing_for_shorter_rows_and_skips_their_scan(tiny:
     assert after.covered_rows - before.covered_rows == after.decode_rows - before.decode_rows > 0
     assert after.sparse_rows == before.sparse_rows
     assert after.summary_bytes == before.summary_bytes
+
+
+def test_layers_of_different_ranks(tiny: Path):
+    given = {"budget": 64, "rank": 2, "layer_ranks": "8@1-1"}
+    requests, read = prompts(RAGGED), {}
+    for name, settings in {"mixed": given, "two": {"budget": 64, "rank": 2}}.items():
+        before = stats.totals()
+        with engine(tiny, settings, max_num_batched_tokens=128) as llm:
+            got = run(llm, requests, 20, lambda step, llm=llm: step % 8 or check_records(llm))
+            after = stats.totals()
+            if name == "mixed":
+                for a, b in zip(got, alone(llm, requests, 20), strict=True):
+                    assert_same(a, b)
+                sides = [layer for name, layer in layers(llm).items() if name.endswith(".locks_summary")]
+                assert [side.config.fmt.rank for side in sides] == [2, 8, 2]
+                widths = [side.kv_cache.shape[-1] for side in sides]
+                assert widths[0] == widths[2] < widths[1]
+        read[name] = after.summary_bytes - before.summary_bytes
+    eight, two = (SummaryFormat(rank=rank).layout(64).nbytes for rank in (8, 2))
+    assert read["mixed"] / read["two"] == pytest.approx((eight + 2 * two) / (3 * two))
 
 
 def test_batch_equals_solo_runs_twice_over_one_prefix(tiny: Path):

@@ -16,7 +16,7 @@ from locks.vllm import summary_layer
 from locks.vllm.config import PluginConfig
 from tests.engine.test_stages import BLOCK, HKV, HQ, D, common
 
-CONFIG = {"budget": 64}
+CONFIG: dict[str, Any] = {"budget": 64}
 
 
 def engine_config(speculative: Any = None) -> Any:

@@ -43,6 +43,7 @@ def start(model: Path, locks: Any, **settings: Any) -> str:
         ({"budget": 32}, {}, "budget: expected at least 48"),
         ({"budget": 100}, {}, "multiple of the page"),
         ({"rank": 16}, {}, "rank: expected at most page - 1"),
+        ({"layer_ranks": "8@0-99"}, {}, "layer_ranks: expected layers of 0 to"),
         ({"bugdet": 64}, {}, "unknown option bugdet"),
         (5, {}, "expected a JSON object"),
         ({"page": 32}, {"block_size": 16}, "block size 16: expected a multiple of the page"),

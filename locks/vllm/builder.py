@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.model_executor.models.utils import extract_layer_index
 
 from locks.vllm import config as settings
 from locks.vllm import stats
 from locks.vllm.config import PluginConfig
 from locks.vllm.metadata import BatchSplitter, StepMetadata, prefill_part, query_len
-from locks.vllm.summary_layer import summary_spec
+from locks.vllm.summary_layer import of_layer, summary_spec
 
 
 class StepBuilder:
@@ -46,7 +45,7 @@ class StepBuilder:
             device,
             short_prompts_decode=short_prompts_decode,
         )
-        layers = [self.config.of_layer(extract_layer_index(name)) for name in layer_names]
+        layers = [of_layer(self.config, name) for name in layer_names]
         self.shape = stats.Shape(
             layers=len(layer_names),
             kv_heads=kv_cache_spec.num_kv_heads,

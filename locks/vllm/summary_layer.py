@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -136,6 +135,13 @@ def attach(vllm_config: Any, impl: Any, config: PluginConfig) -> SummaryLayer:
     name, owner = next((n, layer) for n, layer in context.items() if getattr(layer, "impl", None) is impl)
     side = context.get(name + SUFFIX)
     if side is None or side.owner is not owner:
-        own = config.of_layer(extract_layer_index(name))
-        side = context[name + SUFFIX] = SummaryLayer(owner, own)
+        side = context[name + SUFFIX] = SummaryLayer(owner, of_layer(config, name))
     return side
+
+
+def of_layer(config: PluginConfig, name: str) -> PluginConfig:
+    """The configuration of the attention layer of that name."""
+    # All of vLLM's models come with it, too much for a start-up that may need none.
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return config.of_layer(extract_layer_index(name))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from outputs import InputError
 from torch import Tensor
@@ -119,6 +120,12 @@ def prefill(model: Any, tasks: Sequence[NeedleTask]) -> Batch:
     return Batch(model, tasks, cache, real)
 
 
+def prepared(model: Any, tokenizer: Any, tokens: int, seeds: Sequence[int]) -> tuple[Batch, Tensor]:
+    """A context of each seed, and dense attention's log-probabilities of their answers."""
+    batch = prefill(model, make_tasks(tokenizer, tokens, seeds))
+    return batch, ask(batch, hf.LocksConfig(budget=None)).log_softmax(-1)
+
+
 def ask(batch: Batch, config: hf.LocksConfig, at_column: Callable[[int], None] | None = None) -> Tensor:
     """Logits [questions, digits, V] of the answers, teacher-forced, a token a step, all questions in one batch."""
     questions, each = batch.questions, len(batch.tasks[0].questions)
@@ -149,6 +156,13 @@ def ask(batch: Batch, config: hf.LocksConfig, at_column: Callable[[int], None] |
                 digits = range(len(q.input_ids) - len(q.answer_ids), len(q.input_ids))
                 kept[row] += [logits[row, i].float() for i in range(logits.shape[1]) if column + i in digits]
     return torch.stack([torch.stack(rows) for rows in kept])
+
+
+def answered(batch: Batch, dense: Tensor, found: Tensor) -> np.ndarray:
+    """[questions, 2]: share of digits right and KL to dense in nats, from log-probabilities [questions, digits, V]."""
+    digits = (found.argmax(-1) == batch.answers).double().mean(1)
+    divergence = (dense.double().exp() * (dense.double() - found.double())).sum(-1).mean(1)
+    return torch.stack([digits, divergence], -1).cpu().numpy()
 
 
 def observe(model: Any, task: NeedleTask) -> list[Rows]:

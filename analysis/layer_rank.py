@@ -18,13 +18,13 @@ import contexts
 import numpy as np
 import outputs
 import pandas as pd
-import torch
 import typer
 from outputs import InputError
 from tqdm import tqdm
 from ways import make_format
 
 from locks import hf, models
+from locks.layer_ranks import LayerRank
 from locks.selectors import Locks, Oracle, Selector
 
 PAGE = 16
@@ -44,17 +44,13 @@ class Questions:
     def __init__(
         self, model: object, tokenizer: object, tokens: int, seeds: Sequence[int], budget: int
     ) -> None:
-        self.batch = contexts.prefill(model, contexts.make_tasks(tokenizer, tokens, seeds))
-        self.dense = contexts.ask(self.batch, hf.LocksConfig(budget=None)).log_softmax(-1)
+        self.batch, self.dense = contexts.prepared(model, tokenizer, tokens, seeds)
         self.budget = budget
 
     def under(self, selector: Selector | Sequence[Selector]) -> np.ndarray:
         """[questions, 2]: share of digits right, KL to dense in nats."""
         found = contexts.ask(self.batch, hf.LocksConfig(budget=self.budget, selector=selector))
-        found = found.log_softmax(-1)
-        digits = (found.argmax(-1) == self.batch.answers).double().mean(1)
-        divergence = (self.dense.double().exp() * (self.dense.double() - found.double())).sum(-1).mean(1)
-        return torch.stack([digits, divergence], -1).cpu().numpy()
+        return contexts.answered(self.batch, self.dense, found.log_softmax(-1))
 
 
 def by_rank(ranks: Sequence[int]) -> list[Selector]:
@@ -70,7 +66,7 @@ def named(low: int, high: int, chosen: Sequence[int]) -> str:
             runs[-1][1] = layer
         else:
             runs.append([layer, layer])
-    return f"locks-r{low}" + "".join(f"+{high}@{first}-{last}" for first, last in runs)
+    return f"locks-r{low}" + "".join(f"+{LayerRank(high, first, last)}" for first, last in runs)
 
 
 def affordable(
@@ -103,7 +99,7 @@ def measure(
     """Writes layer_rank.csv: `part` "group" (chosen from), "uniform", "by layer" and "oracle" (tested on others)."""
     model, tokenizer = contexts.enabled(model_path, device)
     layers, head_dim = models.num_layers(model.config), models.head_dim(model.config)
-    low, _, high = ranks
+    low, middle, high = ranks
     nbytes = {rank: Locks(make_format(PAGE, rank)).resident_bytes(head_dim, 1) for rank in ranks}
     rows, gains = [], {}
 
@@ -124,7 +120,7 @@ def measure(
         saved = base[:, 1] - values[:, 1]
         gains[first] = float(saved.mean())
         keep("group", named(low, high, group), values, given, **outputs.columns("saved", saved))
-    chosen = affordable(gains, width, layers, (nbytes[low], nbytes[ranks[1]], nbytes[high]))
+    chosen = affordable(gains, width, layers, (nbytes[low], nbytes[middle], nbytes[high]))
     mixed = [high if layer in chosen else low for layer in range(layers)]
     test = Questions(model, tokenizer, tokens, seeds[1], budget)
     keep("oracle", "oracle", test.under(Oracle(PAGE)), [])

@@ -113,8 +113,7 @@ def offline(size: Size, seed: int) -> Found:
 def _prepared(size: Size) -> tuple[contexts.Batch, torch.Tensor]:
     """All contexts, and dense attention's log-probabilities of their answers."""
     model, tokenizer = contexts.enabled(size.model, size.device)
-    batch = contexts.prefill(model, contexts.make_tasks(tokenizer, size.tokens, size.seeds))
-    return batch, contexts.ask(batch, hf.LocksConfig(budget=None)).log_softmax(-1)
+    return contexts.prepared(model, tokenizer, size.tokens, size.seeds)
 
 
 @torch.inference_mode()
@@ -128,9 +127,7 @@ def decode(size: Size, way: Way | None) -> Found:
             held_out = contexts.held_out_keys(size.model, size.device, size.tokens)
             selector = way.selector(models.head_dim(batch.model.config), held_out)
             logits = contexts.ask(batch, hf.LocksConfig(budget=budget, selector=selector)).log_softmax(-1)
-        digits = (logits.argmax(-1) == batch.answers).double().mean(1)
-        divergence = (dense.double().exp() * (dense.double() - logits.double())).sum(-1).mean(1)
-        found[way or DENSE, budget] = torch.stack([digits, divergence], -1).cpu().numpy()
+        found[way or DENSE, budget] = contexts.answered(batch, dense, logits)
     return found
 
 

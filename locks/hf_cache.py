@@ -385,7 +385,7 @@ class PagedCache(Cache):
         config: how its rows are decoded.
 
     Raises:
-        ValueError: as many selectors as the model has no layers.
+        ValueError: selectors by layer, but not as many as the model has layers.
     """
 
     def __init__(self, model_config: PreTrainedConfig, config: LocksConfig) -> None:

@@ -14,6 +14,10 @@ class LayerRank(NamedTuple):
     first: int
     last: int
 
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return f"{self.rank}@{self.first}-{self.last}"
+
 
 def parse(text: str, separator: str = ",") -> tuple[LayerRank, ...]:
     """What is written in `text`; nothing where it is empty.

@@ -7,30 +7,16 @@ import torch
 
 from locks import SummaryFormat, api, hf
 from locks.selectors import Locks, Oracle
-from tests.quality_model import sliding_model
+from tests.quality_model import random_llama, sliding_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 EIGHT, TWO = Locks(SummaryFormat(rank=8)), Locks(SummaryFormat(rank=2))
 
 
 @pytest.fixture
 def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return random_llama(50, num_hidden_layers=3)
 
 
 def prompt(tokens: int, rows: int = 1) -> torch.Tensor:

@@ -139,10 +139,11 @@ class Session:
             return
         if self.cache.get_seq_length() > self.width:
             self.cache.crop(self.width)
+        config = hf.LocksConfig(budget=None, selector=selector)
         for index, layer in _numbered(self.cache):
             layer.state = None
             if selector is not None:
-                own = hf.LocksConfig(budget=None, selector=selector).of_layer(index).ranker
+                own = config.of_layer(index).ranker
                 layer.state = own.allocate(layer.k_cache)
                 own.seal(layer.state, layer.k_cache, layer.table, layer.seq_lens)
 

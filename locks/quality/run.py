@@ -99,7 +99,6 @@ def run(model: Any, tokenizer: Any, plan: Plan, log: Log, done: Callable[[], Non
             indices = sorted({key[2] for key in wanted})
             while indices:
                 some = indices[: max(1, size // task.samples)]
-                fits = True
                 try:
                     _answer(model, tokenizer, plan, task, some, wanted, log, bar)
                 except torch.OutOfMemoryError as error:
@@ -107,8 +106,7 @@ def run(model: Any, tokenizer: Any, plan: Plan, log: Log, done: Callable[[], Non
                         raise SetupError(
                             f"{task.name}: one example of {task.length} tokens does not fit into memory alone"
                         ) from error
-                    fits = False
-                if fits:
+                else:
                     del indices[: len(some)]
                     done()
                     continue

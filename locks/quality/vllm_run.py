@@ -107,7 +107,7 @@ def settings(path: Path, plan: Plan, config: Config, length: int) -> dict[str, A
     options: dict[str, Any] = {"budget": config.budget, "page": fmt.page, "rank": fmt.rank}
     options |= {name: getattr(fmt, name) for name in ("mean_bits", "basis_bits", "coef_bits")}
     if config.method.more:
-        options["layer_ranks"] = ",".join(f"{o.rank}@{o.first}-{o.last}" for o in config.method.more)
+        options["layer_ranks"] = ",".join(map(str, config.method.more))
     chosen["additional_config"] = {"locks": options}
     if on_gpu:
         # A CPU engine knows no other backend than its own, which gives way to ours there.

@@ -1,10 +1,15 @@
 """Serving under load in vLLM: bench/results/h200/vllm_serving.json.
 
-    PYTHONPATH=. python bench/vllm_serving.py parity mixed --minutes 8
+    PYTHONPATH=. python bench/vllm_serving.py parity speculation mixed --minutes 8
 
 parity: greedy answers where the budget covers the context, against vLLM's own attention: how many prompts are answered
 alike, where the others part first, and by how many nats the token that vLLM's own attention chose there led. The same
 of vLLM's own attention against itself with the prompts in another order, which is what rounding alone does.
+
+speculation: the same prompts, a budget that they are longer than, and tokens drafted from the prompt's own n-grams:
+answers against LOCKS without drafts, all prompts together and then `--solo` of them one by one; LOCKS without drafts
+against itself with the prompts reordered. Rows: tokens drafted and accepted, decode rows that were sparse, and steps by
+the kind of CUDA graph that they ran in ("FULL 5": a graph of the whole step, five rows a request).
 
 mixed: requests of all lengths with shared prefixes, a cache too small for them (so that some are preempted) and some
 aborted. New ones come for `--minutes`; those still left `--drain-seconds` later are aborted. Rows: minutes of load,
@@ -33,16 +38,21 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bench.vllm_rows import RESULTS, Child, facts, head, keep, needs_vllm, smollm2, start, tell, totals
 
 BLOCK = 64
 KEY = ("measure", "impl", "model", "rank", "page", "budget", "tensor_parallel", "runner", "block_size")
 PROGRESS_SECONDS = 30.0
+# Tokens that are drafted a request and step.
+DRAFTS = 4
 
 
 @dataclass
@@ -157,6 +167,70 @@ def parity(options: argparse.Namespace) -> None:
         {
             "answers": [vars(one) for one in first],
             "again": [one.tokens for one in again],
+            "facts": facts(llm),
+        }
+    )
+
+
+class Steps:
+    """A logger of vLLM's: how many steps ran in which kind of CUDA graph, those of one query length by themselves."""
+
+    def __init__(self, llm: Any, most: int) -> None:
+        self.most, self.counts = most, Counter[str]()
+        llm.llm_engine.logger_manager.stat_loggers.append(self)
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        step = scheduler_stats and scheduler_stats.cudagraph_stats
+        if step is not None:
+            kind = step.runtime_mode.rpartition(".")[2]
+            uniform = kind == "FULL" and self.most > 1
+            self.counts[f"{kind} {self.most}" if uniform else kind] += 1
+
+    def log(self) -> None:
+        """Nothing: the counts are read at the end."""
+
+
+def speculation(options: argparse.Namespace) -> None:
+    """LOCKS' answers with drafts, or without; all prompts together, then some of them one by one."""
+    rng, ids = random.Random(1), text(options.model)
+    prompts = [
+        cut(ids, rng, rng.randint(options.budget + 1, options.longest)) for _ in range(options.prompts)
+    ]
+    drafts = options.impl == "drafts"
+    more: dict[str, Any] = {
+        "max_model_len": options.longest + options.answer + 1 + DRAFTS,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+    }
+    if drafts:
+        method = "ngram_gpu" if torch.cuda.is_available() else "ngram"
+        more["speculative_config"] = {
+            "method": method,
+            "num_speculative_tokens": DRAFTS,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+        more["cudagraph_metrics"] = True
+    llm = start(options.model, locks_of(options, options.budget), **settings(options, **more))
+    steps = Steps(llm, 1 + DRAFTS)
+    before = totals(llm)
+    first = answer(llm, prompts, [options.answer] * len(prompts))
+    after = totals(llm)
+    together = dict(steps.counts)
+    asked = [Answer(one.prompt, one.tokens) for one in first[: options.solo]]
+    solo = alone(llm, asked, lambda: False)
+    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    tell(
+        {
+            "answers": [vars(one) for one in first],
+            "solo": [vars(one) for one in solo],
+            "again": []
+            if drafts
+            else [one.tokens for one in answer(llm, prompts[::-1], [options.answer] * len(prompts))[::-1]],
+            "steps": {"together": together, "one by one": dict(steps.counts - Counter(together))},
+            "drafted": metrics.get("vllm:spec_decode_num_draft_tokens"),
+            "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
+            "rows": {name: after[name] - before[name] for name in ("decode_rows", "sparse_rows")},
             "facts": facts(llm),
         }
     )
@@ -384,6 +458,25 @@ def parity_rows(options: argparse.Namespace, script: list[str]) -> Iterator[dict
     }
 
 
+def speculation_rows(options: argparse.Namespace, script: list[str]) -> Iterator[dict[str, Any]]:
+    """The one row of speculation."""
+    plain, ours = (only([*script, "--impl", impl]) for impl in ("locks", "drafts"))
+    want, alone = ([Answer(**one) for one in plain[name]] for name in ("answers", "solo"))
+    yield {
+        "impl": "locks",
+        "budget": options.budget,
+        "drafts": DRAFTS,
+        "answer_tokens": options.answer,
+        **compared([one["tokens"] for one in ours["answers"]], want),
+        "solo": compared([one["tokens"] for one in ours["solo"]], alone),
+        "not_finite": sum(one["not_finite"] for one in ours["answers"] + ours["solo"]),
+        "reordered": compared(plain["again"], want),
+        **{name: ours[name] for name in ("steps", "drafted", "accepted")},
+        **ours["rows"],
+        **ours["facts"],
+    }
+
+
 def mixed_rows(options: argparse.Namespace, script: list[str]) -> Iterator[dict[str, Any]]:
     """Each load's row as it is told, at first without the requests served alone; ends the program after a cut one."""
     for impl, minutes in (("locks", options.minutes), ("dense", options.dense_minutes)):
@@ -402,6 +495,9 @@ def mixed_rows(options: argparse.Namespace, script: list[str]) -> Iterator[dict[
             sys.exit(f"mixed, {impl}: expected a whole run, ended with {process.code}")
 
 
+ROWS = {"parity": parity_rows, "speculation": speculation_rows, "mixed": mixed_rows}
+
+
 def place(row: dict[str, Any]) -> tuple[str, ...]:
     """What a row has in common with those whose place it takes: one that is not whole takes no whole one's."""
     return KEY if row.get("whole", True) else (*KEY, "whole")
@@ -415,7 +511,7 @@ def run(options: argparse.Namespace) -> None:
         for part in options.parts:
             script = [*sys.argv[1:], "--model", str(model), "--part", part]
             known = {"measure": part, "model": model.name, "rank": options.rank, "page": options.page}
-            for found in {"parity": parity_rows, "mixed": mixed_rows}[part](options, script):
+            for found in ROWS[part](options, script):
                 row = known | found | head(options.commit)
                 keep(row, options.out, place(row))
                 print(json.dumps(row), flush=True)
@@ -425,12 +521,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="+", choices=["parity", "mixed"])
+    parser.add_argument("parts", nargs="+", choices=[*ROWS])
     parser.add_argument("--model", type=Path, help="a directory that vLLM loads")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--page", type=int, default=16)
-    parser.add_argument("--budget", type=int, default=256, help="of mixed; parity's covers the context")
-    parser.add_argument("--prompts", type=int, default=64, help="of parity")
+    parser.add_argument("--budget", type=int, default=256, help="parity's covers the context")
+    parser.add_argument("--prompts", type=int, default=64, help="of parity and speculation")
     parser.add_argument("--longest", type=int, default=1536, help="tokens of the longest prompt")
     parser.add_argument(
         "--answer", type=int, default=256, help="tokens of an answer; of mixed, of the longest"
@@ -449,21 +545,21 @@ def main() -> None:
         "--abort-share", type=float, default=0.02, help="of mixed: steps that abort a request"
     )
     parser.add_argument(
-        "--solo", type=int, default=48, help="of mixed: requests that are served again, alone"
+        "--solo", type=int, default=48, help="of mixed and speculation: requests that are served again, alone"
     )
     parser.add_argument("--solo-seconds", type=float, default=40, help="of mixed: for these, at most")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU that the engine may use")
     parser.add_argument("--commit", default="", help="for a checkout without its history")
     parser.add_argument("--out", type=Path, default=RESULTS / "vllm_serving.json")
-    parser.add_argument("--part", choices=["parity", "mixed"], help=argparse.SUPPRESS)
-    parser.add_argument("--impl", choices=["dense", "locks"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=[*ROWS], help=argparse.SUPPRESS)
+    parser.add_argument("--impl", choices=["dense", "locks", "drafts"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.drain_seconds < 0:
         parser.error(f"--drain-seconds: expected 0 or more, got {options.drain_seconds:g}")
     if options.part is None:
         run(options)
     else:
-        {"parity": parity, "mixed": mixed}[options.part](options)
+        {"parity": parity, "speculation": speculation, "mixed": mixed}[options.part](options)
 
 
 if __name__ == "__main__":

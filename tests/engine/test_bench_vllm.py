@@ -74,6 +74,19 @@ def test_parity_and_a_mixed_load(tiny: Path, tmp_path: Path):
     assert all(parting["lead_nats"] < 2e-3 for parting in mixed["solo"]["first_differences"])
 
 
+def test_answers_with_drafts_are_those_without(tiny: Path, tmp_path: Path):
+    arguments = f"speculation --model {tiny} --prompts 4 --solo 2 --longest 250 --answer 40 --budget 64 --outstanding 4"
+    (row,) = rows_of("vllm_serving.py", tmp_path / "rows.json", arguments)
+    for part, count in ((row, 4), (row["reordered"], 4), (row["solo"], 2)):
+        assert part["compared"] == count
+        assert all(parting["lead_nats"] < 2e-3 for parting in part["first_differences"])
+    assert 0 <= row["accepted"] < row["drafted"]
+    # Each drafted token is a row; all prompts are longer than the budget.
+    assert row["sparse_rows"] == row["decode_rows"] > 4 * 39
+    assert sum(row["steps"]["one by one"].values()) <= 2 * 40
+    assert not any("FULL" in kind for kind in row["steps"]["together"])
+
+
 def test_a_load_ends_with_its_time_and_leaves_an_engine_that_serves(tiny: Path):
     options = Namespace(impl="locks", longest=250, answer=200, outstanding=8, abort_share=0.05)
     rng = random.Random(0)

@@ -152,7 +152,7 @@ def vllm() -> str:
             base = dense[key(row)]
             rows.append(
                 [
-                    row["model"],
+                    row["model"] + (f", {row['quantization']}" if row.get("quantization") else ""),
                     str(row["tensor_parallel"]),
                     f"{row['context'] // 1024}K",
                     str(row["batch"]),
@@ -209,21 +209,32 @@ def vllm_needles() -> str:
     rows_of = json.loads((ROOT / "bench/results/h200/vllm_needles.json").read_text())["rows"]
     found = {(row["tokens"], row["rank"], row["budget"]): row for row in rows_of}
     budgets = sorted({row["budget"] for row in rows_of if row["budget"]})
+    names: dict[Any, str] = {row["rank"]: f"rank {row['rank']}" for row in rows_of if row["rank"]}
+    best = sys.maxsize
+    names[best] = "exact oracle"
+    for tokens in sorted({row["tokens"] for row in rows_of}):
+        path = ROOT / f"bench/results/h200/oracle_needles_{tokens}.json"
+        for row in json.loads(path.read_text())["rows"]:
+            if row["selector"] == "oracle":
+                found[tokens, best, row["budget"]] = row
     rows = [
         [
             f"{tokens:,}",
             _digits(found[tokens, None, None]),
-            f"rank {rank}",
+            name,
             *(_digits(found[tokens, rank, budget]) for budget in budgets),
         ]
-        for tokens, rank in sorted({(row["tokens"], row["rank"]) for row in rows_of if row["rank"]})
+        for tokens in sorted({row["tokens"] for row in rows_of})
+        for rank, name in sorted(names.items())
     ]
     header = ["context", "full attention", "", *(f"{budget} tokens" for budget in budgets)]
     one = rows_of[0]
     note = (
         f"Digits right of eight needles, {one['questions']} questions a context length, question and answer decoded "
         f"sparsely; {one['model']}, {one['gpu']}, vLLM {one['versions']['vllm']}, runner {one['runner']}; "
-        "`bench/results/h200/vllm_needles.json`, by `PYTHONPATH=. python bench/vllm_needles.py --parallel 6`."
+        "`bench/results/h200/vllm_needles.json`, by `PYTHONPATH=. python bench/vllm_needles.py --parallel 6`. The "
+        "oracle answered the same questions in transformers (`bench/results/h200/oracle_needles_*.json`, by `python "
+        "bench/needles.py --only oracle --tokens 4000 --budgets 128,256,512,1024`)."
     )
     return _table(header, rows) + "\n\n" + note
 
@@ -255,11 +266,23 @@ def vllm_serving() -> str:
         f"first choice led by {lead(solo)} nats at most."
         + ("" if load["whole"] else " The run was cut while it served requests alone.")
     )
+    ahead = next(row for row in rows_of if row["measure"] == "speculation")
+    lone, same = ahead["solo"], ahead["reordered"]
+    steps = ahead["steps"]["one by one"]
+    drafted = (
+        f"With {ahead['drafts']} tokens drafted a step from the text's own n-grams (budget {ahead['budget']}, rank "
+        f"{ahead['rank']}; {ahead['accepted']:,} of {ahead['drafted']:,} accepted) {ahead['equal']} of "
+        f"{ahead['compared']} answers of {ahead['answer_tokens']} tokens are those without drafts; where one parts, "
+        f"its first choice led by {lead(ahead)} nats at most. Without drafts, in another order, {same['equal']} are. "
+        f"One by one {lone['equal']} of {lone['compared']} are, and {steps['FULL 5']} of {sum(steps.values())} steps "
+        f"replayed a graph of the whole step with five rows a request. {ahead['sparse_rows']:,} of "
+        f"{ahead['decode_rows']:,} decode rows were sparse."
+    )
     note = (
         f"{one['model']}, {one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_serving.json`, by "
-        "`PYTHONPATH=. python bench/vllm_serving.py parity mixed`."
+        "`PYTHONPATH=. python bench/vllm_serving.py parity speculation mixed`."
     )
-    return "\n\n".join((said, under, note))
+    return "\n\n".join((said, under, drafted, note))
 
 
 def ruler() -> str:

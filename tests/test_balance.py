@@ -116,8 +116,8 @@ def test_equal_rows_have_equal_parts_of_the_slots(rows, tokens, slots):
 @pytest.mark.parametrize(
     ("lengths", "most", "programs"),
     [
-        pytest.param([K * K] + [4 * K] * 63, 32, 319, id="one long"),
-        pytest.param([4 * K] * 63 + [K * K], 32, 319, id="the last is long"),
+        pytest.param([K * K] + [4 * K] * 63, 24, 468, id="one long"),
+        pytest.param([4 * K] * 63 + [K * K], 24, 468, id="the last is long"),
         pytest.param([512 * K] * 2 + [4 * K] * 62, 24, 466, id="two long"),
         pytest.param([K * K] + [128 * K] * 7, 32, 480, id="long and middling"),
         pytest.param([128 * K] * 16, 32, 512, id="equal"),

@@ -355,11 +355,12 @@ def merge_kernel(
     best, mass, out = add_parts(
         best, mass, out, part_ptr, lse_ptr, 0, num_splits, stride_p_s, DV, BLOCK_S, BLOCK_DV
     )
-    used = tl.max(tl.where(every == -float("inf"), 0, off_l + 1), 0)
-    for first in range(BLOCK_S, used, BLOCK_S):
-        best, mass, out = add_parts(
-            best, mass, out, part_ptr, lse_ptr, first, num_splits, stride_p_s, DV, BLOCK_S, BLOCK_DV
-        )
+    if BLOCK_L > BLOCK_S:
+        used = tl.max(tl.where(every == -float("inf"), 0, off_l + 1), 0)
+        for first in range(BLOCK_S, used, BLOCK_S):
+            best, mass, out = add_parts(
+                best, mass, out, part_ptr, lse_ptr, first, num_splits, stride_p_s, DV, BLOCK_S, BLOCK_DV
+            )
     safe = tl.where(mass == 0.0, 1.0, mass)
     out = (out / safe).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_o_b + head * stride_o_h + off_v, out, mask=off_v < DV)
@@ -444,6 +445,8 @@ def merge(work: Workspace, out: tuple[Tensor, Tensor]) -> None:
         BLOCK_S=16,
         BLOCK_L=triton.next_power_of_2(part.shape[2]),
         BLOCK_DV=triton.next_power_of_2(DV),
+        # A warp adds up without waiting for others.
+        num_warps=1,
         **dependent(merge_kernel, result.device),
     )
 

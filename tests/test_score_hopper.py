@@ -259,7 +259,7 @@ def test_a_row_has_1024_chunks_at_most_a_shorter_one_512_and_they_are_full_but_t
         steps = 2**log_steps
         most = 1024 if newest > 8192 else 512
         assert chunks == -(-max(newest, 0) // (8 * steps)) <= most
-        assert steps == 1 or newest > 8 * steps // 2 * 512
+        assert steps == 1 or newest > 8 * steps // 2 * most
         # A table of no more pages has room for them.
         assert chunks <= score_hopper.num_chunks(newest + 1)
 

@@ -53,6 +53,6 @@ def measure(
         every = [[cells(rows, size) for rows in size.look(seed)[0]] for seed in size.seeds]
     frame = collect(every, names)
     model, _ = contexts.enabled(size.model, size.device)
-    facts = outputs.device_facts(model.device, model.dtype)
+    facts = outputs.device_facts(model.device, model.dtype) | contexts.model_facts(size.model)
     outputs.publish(out, {table: frame}, tokens=size.tokens, contexts=size.contexts, **facts)
     return frame

@@ -27,7 +27,7 @@ from torch import Tensor
 from ways import Scorer
 
 PAGE = 16
-SHARED_RANKS = (1, 2, 4, 8, 16, 24, 32, 48, 56, 64)
+SHARED_RANKS = (1, 2, 4, 8, 16, 24, 32, 48, 56, 64, 96, 112, 128)
 LOCAL_RANKS = (1, 2, 4, 8)
 BUDGET = 256
 
@@ -113,7 +113,7 @@ def measure(size: Size, out: Path, trials: int) -> None:
     swept = blind_sweep.sweep(trials, size.seed)
     outputs.publish(out, {"blind_sweep": swept}, device="cpu", dtype="float32")
     model, _ = contexts.enabled(size.model, size.device)
-    facts = outputs.device_facts(model.device, model.dtype)
+    facts = outputs.device_facts(model.device, model.dtype) | contexts.model_facts(size.model)
     frame = on_model(size)
     outputs.publish(out, {"blind": frame}, tokens=size.tokens, contexts=size.contexts, budget=BUDGET, **facts)
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import outputs
 import torch
 import typer
-from contexts import load, prose
+from contexts import load, model_facts, prose
 from outputs import InputError, OutputError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -171,7 +171,7 @@ def capture_text(
     words = prose()[held_out] if text is None else text.read_text(encoding="utf-8")
     loaded, tokenizer = load(model, device)
     facts = {
-        "model": "SmolLM2-135M-Instruct" if model is None else model.name,
+        **model_facts(model),
         "text_sha256": hashlib.sha256(words.encode()).hexdigest(),
         "dtype": str(loaded.dtype).removeprefix("torch."),
     }

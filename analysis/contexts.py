@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +85,27 @@ def load(path: Path | None, device: str) -> tuple[Any, Any]:
     if path is None:
         return load_smollm2(dtype=torch.float32, device=device)
     return load_model(path, dtype=torch.float32, device=device)
+
+
+def model_facts(path: Path | None) -> dict[str, Any]:
+    """What names a model wherever it lies: its name, its weights' hash, and the recipe it was trained by."""
+    if path is None:
+        return {"model": "SmolLM2-135M-Instruct"}
+    weights = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    facts: dict[str, Any] = {"model": path.name, "weights_sha256": {w.name: _sha256(w) for w in weights}}
+    recipe = path / "recipe.json"
+    if recipe.is_file():
+        facts["recipe_sha256"] = _sha256(recipe)
+        facts["recipe"] = {
+            k: v for k, v in json.loads(recipe.read_text()).items() if not isinstance(v, list | dict)
+        }
+    return facts
+
+
+@functools.cache
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @functools.cache

@@ -128,7 +128,7 @@ def measure(
         keep("uniform", named(rank, high, []), test.under(by_rank([rank] * layers)), [rank] * layers)
     keep("by layer", named(low, high, chosen), test.under(by_rank(mixed)), mixed)
     frame = pd.DataFrame(rows)
-    facts = outputs.device_facts(model.device, model.dtype)
+    facts = outputs.device_facts(model.device, model.dtype) | contexts.model_facts(model_path)
     outputs.publish(out, {"layer_rank": frame}, tokens=tokens, budget=budget, **facts)
     return frame
 

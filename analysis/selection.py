@@ -170,7 +170,8 @@ def _finished(jobs: Sequence[Callable[[], Found]], workers: int) -> Iterator[tup
 def measure(size: Size, out: Path, workers: int = 0) -> pd.DataFrame:
     """Writes selection.csv after every job, and returns it when all are done."""
     model, _ = contexts.enabled(size.model, size.device)
-    head_dim, facts = models.head_dim(model.config), outputs.device_facts(model.device, model.dtype)
+    head_dim = models.head_dim(model.config)
+    facts = outputs.device_facts(model.device, model.dtype) | contexts.model_facts(size.model)
     jobs: list[Callable[[], Found]] = [functools.partial(offline, size, seed) for seed in size.seeds]
     jobs += [functools.partial(decode, size, way) for way in [None, *decoded_ways(size.full)]]
     results: dict[int, Found] = {}

@@ -1,6 +1,7 @@
 """Captured keys are the model's own; what cannot be captured or written leaves one line and no file."""
 
 import gc
+import hashlib
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import capture_keys
+import contexts
 import outputs
 import pandas as pd
 import pytest
@@ -161,6 +163,19 @@ def test_an_older_capture_is_replaced_whole(tmp_path):
     capture_keys.capture(tiny(1), IDS[:40], tmp_path / "keys")
     assert sorted(p.name for p in (tmp_path / "keys").iterdir()) == ["layer-000.safetensors", "manifest.json"]
     assert load_file(tmp_path / "keys" / "layer-000.safetensors")["keys"].shape == (HKV, 40, D)
+
+
+def test_a_models_note_names_its_weights_and_its_recipe(tmp_path):
+    model = tmp_path / "small"
+    tiny(1).save_pretrained(model)
+    (model / "recipe.json").write_text('{"seed": 3, "stages": [[0.0, 1.0]], "base": "scratch"}')
+    facts = contexts.model_facts(model)
+    sums = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in model.iterdir()}
+    assert facts["model"] == "small"
+    assert facts["weights_sha256"] == {"model.safetensors": sums["model.safetensors"]}
+    assert facts["recipe"] == {"seed": 3, "base": "scratch"}
+    assert facts["recipe_sha256"] == sums["recipe.json"]
+    assert contexts.model_facts(None) == {"model": "SmolLM2-135M-Instruct"}
 
 
 def test_keys_that_were_not_captured_are_asked_for(tmp_path):

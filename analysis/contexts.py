@@ -279,24 +279,49 @@ class FittedBasis(SharedBasis):
         if self.given is not None:
             super().seal(state, k_cache, block_table, seq_lens, start=start, max_new_pages=max_new_pages)
             return
-        contexts = len(seq_lens) if state.factors is None else len(state.factors.mean)
-        each, fitted = len(seq_lens) // contexts, []
-        for c in range(contexts):
-            rows = slice(c * each, (c + 1) * each)
-            known = None if state.factors is None else SharedFactors(*(x[c] for x in state.factors))
-            own = PageState(state.parts, known)
-            since = None if start is None else start[rows]
+        if state.factors is not None:
+            own = _each_row(state, len(seq_lens))
+            super().seal(own, k_cache, block_table, seq_lens, start=start, max_new_pages=max_new_pages)
+            return
+        fitted = []
+        for row in range(len(seq_lens)):
+            one, own = slice(row, row + 1), PageState(state.parts)
+            since = None if start is None else start[one]
             super().seal(
-                own, k_cache, block_table[rows], seq_lens[rows], start=since, max_new_pages=max_new_pages
+                own, k_cache, block_table[one], seq_lens[one], start=since, max_new_pages=max_new_pages
             )
             if own.factors is None:
                 raise InputError("context: expected at least one full page, got a shorter one")
             fitted.append(own.factors)
         state.factors = SharedFactors(*(torch.stack(parts) for parts in zip(*fitted, strict=True)))
 
-    def _score(self, state: PageState, query: Tensor, parts: tuple[Tensor, ...], pages: Tensor) -> Tensor:
-        if self.given is None and state.factors is not None:
-            each = len(query) // len(state.factors.mean)
-            rows = SharedFactors(*(x.repeat_interleave(each, 0) for x in state.factors))
-            state = PageState(state.parts, rows)
-        return super()._score(state, query, parts, pages)
+    def _of_rows(self, state: PageState, row: Tensor) -> PageState:
+        # A context's own are fitted to the first pages that come.
+        fixed = self.given is not None or state.factors is None
+        return state if fixed else _with_factors(state, lambda x: x[row])
+
+    def _of_blocks(self, state: PageState, query: Tensor, block_table: Tensor) -> Tensor:
+        """As `SharedBasis._of_blocks`; blocks that all rows of a context share are unpacked once for all of them."""
+        rows = len(query)
+        each = int((block_table[:, 0] == block_table[0, 0]).sum())
+        table = block_table.unflatten(0, (-1, each if rows % each == 0 else 1))
+        common = int((table == table[:, :1]).all(1).all(0).cumprod(0).sum())
+        own = state if self.given is not None else _each_row(state, rows)
+        if table.shape[1] == 1 or not common:
+            return super()._of_blocks(own, query, block_table)
+        # The rows' queries as one row of more query heads, [contexts, Hkv, each * G, D].
+        together = query.unflatten(0, table.shape[:2]).transpose(1, 2).flatten(2, 3)
+        first = own if self.given is not None else _with_factors(own, lambda x: x[::each])
+        found = super()._of_blocks(first, together, table[:, 0, :common])
+        found = found.unflatten(2, (each, -1)).transpose(1, 2).flatten(0, 1)
+        return torch.cat([found, super()._of_blocks(own, query, block_table[:, common:])], -1)
+
+
+def _with_factors(state: PageState, take: Callable[[Tensor], Tensor]) -> PageState:
+    """The same pages, of other factors: mean [Hkv, D] and basis [Hkv, R, D] with the contexts' or rows' axis before."""
+    return PageState(state.parts, None if state.factors is None else SharedFactors(*map(take, state.factors)))
+
+
+def _each_row(state: PageState, rows: int) -> PageState:
+    """A context's factors for each of its rows, which stand together."""
+    return _with_factors(state, lambda x: x.repeat_interleave(rows // len(x), 0))

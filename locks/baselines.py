@@ -83,6 +83,10 @@ class _Baseline:
         """Log-mass [B, Hkv, G, N]: scaled query [B, Hkv, G, D], parts [B, Hkv, N, width], pages [B, N]."""
         raise NotImplementedError
 
+    def _of_rows(self, state: PageState, row: Tensor) -> PageState:
+        """What pages of the rows [n] are encoded by: of one context's factors, all by the same."""
+        return state
+
     def allocate(self, k_cache: Tensor, carry: PageState | None = None) -> PageState:
         """State for a key cache [num_blocks, Hkv, block, D]; `carry` is the state of its first blocks."""
         dims: dict[str, int] = {}
@@ -121,7 +125,7 @@ class _Baseline:
         # [n, Hkv, P, D]
         keys = paged[block, :, slot].to(torch.float32)
         finite = keys.isfinite().all(-1).all(-1)
-        fresh = self._encode(state, keys)
+        fresh = self._encode(self._of_rows(state, row), keys)
         fresh = (*fresh[:-1], torch.where(finite[..., None], fresh[-1], math.nan))
         for part, rows in zip(state.parts, fresh, strict=True):
             part[block, :, slot] = rows.to(part.dtype)
@@ -138,16 +142,19 @@ class _Baseline:
         window_pages: int = 1,
     ) -> PageMass:
         """Returns log_mass [B, Hq, N] and total [B, Hq], float32; reads what was kept only."""
-        per_block = state.parts[0].shape[2]
-        pages = torch.arange(block_table.shape[1] * per_block, device=q.device).expand(q.shape[0], -1)
-        parts = tuple(gather_pages(part, block_table, pages) for part in state.parts)
         query = q.unflatten(1, (state.parts[0].shape[1], -1)).to(torch.float32) * scale
-        log_mass = self._score(state, query, parts, pages)
-        marked = parts[-1][..., 0].isnan()[:, :, None]
-        log_mass = torch.where(marked, math.inf, log_mass).flatten(1, 2)
+        log_mass = self._of_blocks(state, query, block_table).flatten(1, 2)
         live = scored(seq_lens, self.page, log_mass.shape[2])[:, None]
         log_mass = torch.where(live, log_mass, -math.inf)
         return PageMass(log_mass, total_mass(log_mass, seq_lens, page=self.page, window_pages=window_pages))
+
+    def _of_blocks(self, state: PageState, query: Tensor, block_table: Tensor) -> Tensor:
+        """Log-mass [B, Hkv, G, N] of every page of the rows' blocks, inf for marked ones."""
+        pages = torch.arange(block_table.shape[1] * state.parts[0].shape[2], device=query.device)
+        pages = pages.expand(query.shape[0], -1)
+        parts = tuple(gather_pages(part, block_table, pages) for part in state.parts)
+        log_mass = self._score(state, query, parts, pages)
+        return torch.where(parts[-1][..., 0].isnan()[:, :, None], math.inf, log_mass)
 
     def resident_bytes(self, head_dim: int, pages: int) -> float:
         """Every part of every page."""
@@ -342,7 +349,7 @@ class SharedBasis(_Baseline):
         mean, basis = _in_float32(state.factors)
         # [n, Hkv, P, R]
         dual = basis / basis.square().sum(-1, keepdim=True)
-        coef = (clean - mean[:, None]) @ dual.mT
+        coef = (clean - mean[..., None, :]) @ dual.mT
         scale = round_up_bf16(coef.abs().amax(dim=(-1, -2)) / code_max(self.coef_bits))
         value = bf16_value(scale, torch.float32)[..., None, None]
         codes = torch.where(value > 0, torch.floor(coef / torch.where(value > 0, value, 1) + 0.5), 0)

@@ -24,7 +24,7 @@ from selection import Size
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locks import SummaryFormat, hf, reference
-from locks.baselines import SharedBasis
+from locks.baselines import SharedBasis, fit_shared
 from locks.needles import NeedleTask, Question
 from locks.selectors import make_selector
 
@@ -96,6 +96,37 @@ def test_a_basis_given_for_every_layer_is_that_layers(model):
     means = [layer.state.factors.mean.float() for layer in cache.layers]  # type: ignore[attr-defined]
     for mean, own in zip(means, keys, strict=True):
         torch.testing.assert_close(mean, own.mean(1), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("fit", ["cache", "held-out"])
+def test_rows_that_share_blocks_score_as_each_alone(model, fit):
+    """Also once questions have filled pages of their own, which are sealed in their context's basis."""
+    tasks, rank = [task(0), task(1)], 8
+    batch = contexts.prefill(model, tasks)
+    own = [
+        [fit_shared(keys[:, : len(t.context_ids) // 16 * 16], rank) for keys, t in zip(*rows, strict=True)]
+        for rows in [(layer.dense()[0], tasks) for layer in batch.cache.layers]  # type: ignore[attr-defined]
+    ]
+    other = [torch.randn(2, 60, 64, generator=torch.Generator().manual_seed(layer)) for layer in (0, 1)]
+    like, compared = SharedBasis(rank=rank), 0
+
+    def compare(step: hf.Step) -> None:
+        nonlocal compared
+        layer, given = step.layer, fit_shared(other[step.layer_idx], rank)
+        for row in (0, 5, 8, 15):
+            factors = own[step.layer_idx][row // 8] if fit == "cache" else given
+            alone = SharedBasis(rank=rank, factors=factors)
+            args = (layer.k_cache, layer.table[row : row + 1], layer.seq_lens[row : row + 1])
+            state = alone.allocate(layer.k_cache)
+            alone.seal(state, *args)
+            mass = alone.page_mass(step.q[row : row + 1], state, *args, scale=step.scale)
+            torch.testing.assert_close(step.mass.log_mass[row : row + 1], mass.log_mass, rtol=1e-6, atol=1e-5)
+            compared += 1
+
+    basis = contexts.FittedBasis(like, other if fit == "held-out" else None)
+    contexts.ask(batch, hf.LocksConfig(budget=64, selector=basis, on_step=compare))
+    # The last digit is not fed.
+    assert compared == 4 * 2 * (7 + DIGITS - 1)
 
 
 def test_what_is_observed_is_what_dense_attention_sees(model):

@@ -27,6 +27,8 @@ RESULTS = HERE / "results"
 NOTES = "made.json"
 
 RESAMPLES = 1000
+# How `read_csv` reads what `as_csv` writes.
+AS_WRITTEN: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 
 # The report measures in two threads.
 _noting = threading.Lock()
@@ -86,7 +88,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:
     """Writes a CSV file of six significant digits; nothing in it tells when or where it was made."""
-    write_text(path, frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+    write_text(path, as_csv(frame))
+
+
+def as_csv(frame: pd.DataFrame) -> str:
+    """A table as text."""
+    return frame.to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
 
 def read_table(folder: Path, name: str) -> pd.DataFrame:
@@ -98,18 +105,29 @@ def read_table(folder: Path, name: str) -> pd.DataFrame:
     path = folder / f"{name}.csv"
     if not path.is_file():
         raise InputError(f"{path}: no such table; make analysis writes it")
-    return pd.read_csv(path, keep_default_na=False, na_values=[""])
+    return pd.read_csv(path, **AS_WRITTEN)
 
 
 def publish(folder: Path, frames: dict[str, pd.DataFrame], **facts: Any) -> None:
     """Writes tables and, beside them, the note of the command, commit, device and versions that made them."""
     for name, frame in frames.items():
         write_table(frame, folder / f"{name}.csv")
-    made = {"command": command_line(), "commit": commit(), "versions": doctor.versions(), **facts}
+    with noting(folder) as notes:
+        notes.update(dict.fromkeys(frames, made(**facts)))
+
+
+def made(**facts: Any) -> dict[str, Any]:
+    """A note: the command, commit and versions of this process, and the facts, which go before them."""
+    return {"command": command_line(), "commit": commit(), "versions": doctor.versions(), **facts}
+
+
+@contextlib.contextmanager
+def noting(folder: Path) -> Iterator[dict[str, Any]]:
+    """The notes of a folder's tables, by table, to be changed; written when all went well."""
     path = folder / NOTES
     with _noting:
         notes = json.loads(path.read_text()) if path.is_file() else {}
-        notes.update(dict.fromkeys(frames, made))
+        yield notes
         write_text(path, json.dumps(notes, indent=1, sort_keys=True) + "\n")
 
 

@@ -128,7 +128,16 @@ def _notes(tables: Path) -> dict[str, Any]:
 
 
 def _made(notes: dict[str, Any], name: str) -> str:
+    """How a table was made, and where it was in parts, each of them."""
     note = notes.get(name, {})
+    if "parts" in note:
+        return ". ".join(
+            f"{', '.join(part['columns'])} of {part['rows']}: {_made_one(part)}" for part in note["parts"]
+        )
+    return _made_one(note)
+
+
+def _made_one(note: dict[str, Any]) -> str:
     size = ", ".join(f"{k} {note[k]}" for k in ("contexts", "tokens", "budget") if k in note)
     device = note.get("device", {})
     device = device if isinstance(device, str) else device.get("name", device.get("device", "cpu"))

@@ -1,5 +1,6 @@
 """The whole analysis on a small random model: batches, scores, equal tables for equal seeds, the page."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -15,12 +16,13 @@ import key_rank
 import layer_rank
 import outputs
 import pandas as pd
+import parts
 import pytest
 import quantisation
 import report
 import selection
 import torch
-from selection import Size
+from selection import Part, Size
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locks import SummaryFormat, hf, reference
@@ -183,6 +185,62 @@ def test_equal_seeds_give_equal_tables_and_the_page_shows_them(small, model, tmp
     assert all(f"{name.removesuffix('.csv')}.csv</code>" in html for name in tables)
 
 
+def test_parts_make_the_table_that_is_made_at_once(small, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(outputs, "RESAMPLES", 50)
+    whole, some = tmp_path / "whole", tmp_path / "parts"
+    selection.measure(small, whole)
+    selection.measure(small, some, part=Part.decoded, only="shared,dense,oracle")
+    decoded: outputs.Table = outputs.read_table(some, "selection")
+    assert set(decoded["selector"]) == {"dense", "oracle", "shared"}
+    assert "of_oracle" not in decoded
+    selection.measure(small, some, part=Part.kept)
+    selection.measure(small, some, part=Part.decoded, only="locks::16:8,quest")
+    selection.measure(small, some, part=Part.decoded, only="locks")
+    pd.testing.assert_frame_equal(
+        outputs.read_table(some, "selection"), outputs.read_table(whole, "selection"), check_like=True
+    )
+    # What is measured again takes its own place, and its note the earlier one's.
+    selection.measure(small, some, part=Part.decoded, only="locks")
+    assert len(outputs.read_table(some, "selection")) == len(outputs.read_table(whole, "selection"))
+    note = json.loads((some / outputs.NOTES).read_text())["selection"]["parts"]
+    rows = [(part["rows"], part["columns"][0], part["contexts"]) for part in note]
+    answered, kept = ("answered", 1), ("questions", 1)
+    assert rows == [
+        ("shared,dense,oracle", *answered),
+        ("all", *kept),
+        ("locks::16:8,quest", *answered),
+        ("locks", *answered),
+    ]
+
+
+def test_a_part_takes_the_place_of_its_cells_alone():
+    old = pd.DataFrame(
+        {"k": ["a", "b"], "n": [1, None], "x": [0.5, 0.7], "x_low": [0.4, 0.6], "y": [1.0, 2.0]}
+    )
+    new = pd.DataFrame({"k": ["c", "a"], "n": [3, 1], "x": [0.1, 0.2], "x_low": [0.0, 0.1], "y": [8.0, 9.0]})
+    found = parts.merged(old, new, ["k", "n"], ["x"])
+    assert found["k"].tolist() == ["a", "b", "c"]
+    assert found["x"].tolist() == [0.2, 0.7, 0.1]
+    assert found["x_low"].tolist() == [0.1, 0.6, 0.0]
+    assert found["y"].tolist() == [1.0, 2.0, 8.0]
+    with pytest.raises(ValueError, match="keys: expected rows that differ in k, got two alike"):
+        parts.merged(old.assign(k="a"), new, ["k"], ["x"])
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ("", {"locks 4", "locks 8", "shared 4 cache", "shared 4 held-out", "oracle 4", "quest 4"}),
+        ("shared:cache,quest", {"shared 4 cache", "quest 4"}),
+        ("locks::16:8:8/4/4", {"locks 8"}),
+        ("locks::16:8:8/8/8,:held-out", {"shared 4 held-out"}),
+    ],
+)
+def test_ways_are_chosen_by_what_names_them(only: str, names: set[str]):
+    ways = [way for way in selection.decoded_ways(full=False) if selection.chosen(way, only)]
+    assert {f"{way.name} {way.fmt.rank} {way.fit}".strip() for way in ways} == names
+
+
 def test_the_theorem_predicts_the_carriers_rank():
     frame: outputs.Table = blind_sweep.sweep(6, 0, (64,))
     (correlation,) = blind_sweep.correlations(frame)["correlation"]
@@ -219,6 +277,10 @@ def test_tables_agree_where_their_intervals_meet():
 def test_questions_come_in_whole_contexts():
     with pytest.raises(outputs.InputError, match="questions: expected a multiple of 8, got 12"):
         selection.main(questions=12)
+    with pytest.raises(
+        outputs.InputError, match="only: expected ways such as locks or shared:cache:16:4, got 'lock'"
+    ):
+        selection.main(only="lock")
 
 
 def test_the_table_of_layers_that_want_rank(small, model, tmp_path):

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from outputs import InputError
 from torch import Tensor
+from transformers import AttentionInterface
 
 from locks import hf
-from locks.baselines import PageState, RandomPages, SharedBasis, SharedFactors, fit_shared
+from locks.baselines import PageState, SharedBasis, SharedFactors, fit_shared
 from locks.models import load_model, load_smollm2
 from locks.needles import NeedleTask, build_needles, python_prose
 
@@ -149,7 +151,7 @@ def prepared(model: Any, tokenizer: Any, tokens: int, seeds: Sequence[int]) -> t
     return batch, ask(batch, hf.LocksConfig(budget=None)).log_softmax(-1)
 
 
-def ask(batch: Batch, config: hf.LocksConfig, at_column: Callable[[int], None] | None = None) -> Tensor:
+def ask(batch: Batch, config: hf.LocksConfig) -> Tensor:
     """Logits [questions, digits, V] of the answers, teacher-forced, a token a step, all questions in one batch."""
     questions, each = batch.questions, len(batch.tasks[0].questions)
     width = max(len(q.input_ids) for q in questions)
@@ -165,8 +167,6 @@ def ask(batch: Batch, config: hf.LocksConfig, at_column: Callable[[int], None] |
         ids = torch.tensor([[*q.input_ids, *[0] * (width - len(q.input_ids))] for q in questions])
         ids = ids.to(mask.device)
         for column in range(0, width, chunk):
-            if at_column is not None:
-                at_column(column)
             new = slice(column, column + chunk)
             mask = torch.cat([mask, torch.ones_like(position[:, new], dtype=torch.bool)], 1)
             logits = batch.model(
@@ -188,37 +188,37 @@ def answered(batch: Batch, dense: Tensor, found: Tensor) -> np.ndarray:
     return torch.stack([digits, divergence], -1).cpu().numpy()
 
 
+@contextmanager
+def _watched() -> Iterator[dict[int, tuple[Tensor, hf.PagedLayer, float]]]:
+    """By layer, what attention last got: queries [B, Hq, new, D] after their rotation, the cache, the logits' scale."""
+    attend, seen = AttentionInterface()[hf.NAME], {}
+
+    def see(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        seen[module.layer_idx] = query, kwargs["locks"][1][module.layer_idx], scale
+        return attend(module, query, *args, **kwargs)
+
+    AttentionInterface.register(hf.NAME, see)
+    try:
+        yield seen
+    finally:
+        AttentionInterface.register(hf.NAME, attend)
+
+
 def observe(model: Any, task: NeedleTask) -> list[Rows]:
     """Every layer of one context as its answers see it under dense attention."""
     batch = prefill(model, [task])
     length, questions = len(task.context_ids), task.questions
     digits = len(questions[0].answer_ids)
     first = [len(q.question_ids) - 1 for q in questions]
-    seen: dict[int, dict[tuple[int, int], Tensor]] = {}
-    last: dict[int, hf.Step] = {}
-    now = 0
-
-    def see(step: hf.Step) -> None:
-        found = seen.setdefault(step.layer_idx, {})
-        for row, column in enumerate(first):
-            if column <= now < column + digits:
-                found[row, now - column] = step.q[row].clone()
-        last[step.layer_idx] = step
-
-    def at_column(column: int) -> None:
-        nonlocal now
-        now = column
-
-    # A budget that covers everything: every step is a dense one that can be looked at.
-    width = max(len(q.input_ids) for q in questions)
-    budget = (length + width + 64) // 64 * 64
-    ask(batch, hf.LocksConfig(budget=budget, selector=RandomPages(16), on_step=see), at_column)
+    with _watched() as seen:
+        ask(batch, hf.LocksConfig(budget=None))
     order = [(row, digit) for row in range(len(questions)) for digit in range(digits)]
     lengths = [length + first[row] + digit + 1 for row, digit in order]
     layers = []
     for index in sorted(seen):
-        q = torch.stack([seen[index][key] for key in order])
-        layer = last[index].layer
+        queries, layer, scale = seen[index]
+        q = torch.stack([queries[row, :, first[row] + digit] for row, digit in order])
         # The blocks in use alone, numbered anew: what lies in the others was never written.
         table = layer.table.long()[[row for row, _ in order]]
         blocks, numbers = table.unique(return_inverse=True)
@@ -229,7 +229,7 @@ def observe(model: Any, task: NeedleTask) -> list[Rows]:
             k_cache[numbers[:, -1], :, end:] = 0
             v_cache[numbers[:, -1], :, end:] = 0
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=q.device)
-        layers.append(Rows(q, k_cache, v_cache, numbers.int(), seq_lens, last[index].scale))
+        layers.append(Rows(q, k_cache, v_cache, numbers.int(), seq_lens, scale))
     return layers
 
 

@@ -131,7 +131,7 @@ def test_rows_that_share_blocks_score_as_each_alone(model, fit):
     assert compared == 4 * 2 * (7 + DIGITS - 1)
 
 
-def test_what_is_observed_is_what_dense_attention_sees(model):
+def test_what_is_observed_is_what_dense_attention_sees(model, tmp_path):
     layers = contexts.observe(model, task(0))
     batch = contexts.prefill(model, [task(0)])
     question = task(0).questions[4]
@@ -147,6 +147,12 @@ def test_what_is_observed_is_what_dense_attention_sees(model):
         seen = reference.row_tokens(*rows.keys_args, row)
         torch.testing.assert_close(seen, layer.dense()[0][0], rtol=1e-4, atol=1e-4)  # type: ignore[attr-defined]
         assert rows.k_cache.isfinite().all()
+    hf.disable(model)
+    alone = capture_keys.capture(model, tokens[0].tolist(), tmp_path / "keys", queries=1)
+    hf.enable(model, hf.LocksConfig(budget=None))
+    for index, rows in enumerate(layers):
+        torch.testing.assert_close(rows.q[row], alone.read(index, "queries")[:, 0], rtol=1e-4, atol=1e-4)
+        assert rows.scale == alone.scale
     assert batch.answers.shape == (8, DIGITS)
 
 

@@ -42,7 +42,8 @@ def merged(old: Table, new: Table, keys: Sequence[str], measured: Sequence[str])
     whole = pd.concat([old, new.loc[fresh]]).reindex(columns=columns)
     own = [name for name in new.columns if name.removesuffix("_low").removesuffix("_high") in measured]
     whole.loc[new.index, own] = new[own]
-    return whole.reset_index(drop=True)
+    # Whole numbers are written as such whatever was missing meanwhile.
+    return _read_back(whole)
 
 
 def publish(

@@ -119,3 +119,31 @@ def decoded(table: Table) -> Figure:
     axes[1].axhline(float(dense.iloc[0]), color="#9a9a9a", linewidth=2, zorder=0, label="dense attention")
     legend(figure, axes[::-1], 3)
     return figure
+
+
+def layers(table: Table) -> Figure:
+    """What each group of layers saves with a higher rank, and the choice beside uniform ranks on other contexts."""
+    figure, axes = panels(1, 2, (6.4, 4.2))
+    groups = table[(table["part"] == "group") & table["saved"].notna()]
+    names = groups["selector"].str.partition("@")[2]
+    ends = np.abs(groups[["saved_low", "saved_high"]].to_numpy().T - groups["saved"].to_numpy())
+    axes[0].errorbar(
+        range(len(names)), groups["saved"], ends, fmt="o", color=PALETTE[0], capsize=2, markersize=6
+    )
+    axes[0].axhline(0, color="#9a9a9a", linewidth=1, zorder=0)
+    axes[0].set_xticks(range(len(names)), names, rotation=45)
+    axes[0].set(xlabel="layers with the higher rank", ylabel="KL saved, nats a token")
+    tested = table[table["part"].isin(["uniform", "by layer"])]
+    for i, (part, some) in enumerate(tested.groupby("part", sort=False)):
+        ends = np.abs(some[["kl_low", "kl_high"]].to_numpy().T - some["kl"].to_numpy())
+        look = {"color": PALETTE[2 * i], "marker": MARKERS[2 * i], "linestyle": "-" if i == 0 else ""}
+        name = {"uniform": "one rank in all layers"}.get(str(part), "ranks by layer")
+        axes[1].errorbar(some["bytes_a_token"], some["kl"], ends, capsize=2, markersize=6, label=name, **look)
+    best = table[table["part"] == "oracle"]["kl"]
+    axes[1].axhline(float(best.iloc[0]), color="#9a9a9a", linewidth=2, zorder=0, label="oracle")
+    axes[1].set(
+        xlabel="resident bytes a token and KV head, mean over layers", ylabel="KL to dense, nats a token"
+    )
+    axes[1].set_ylim(bottom=0)
+    legend(figure, axes[::-1], 3)
+    return figure

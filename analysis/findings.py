@@ -157,6 +157,25 @@ def selection(table: Table) -> list[str]:
     return said
 
 
+def layers(table: Table) -> list[str]:
+    """Which layers want rank, and what the choice brings on contexts it was not made from."""
+    groups = table[(table["part"] == "group") & table["saved"].notna()]
+    first = groups.loc[groups["saved"].idxmax()]
+    clear = int((groups["saved_low"] > 0).sum())
+    said = [
+        f"The KL saved is above 0, interval and all, for {clear} of {len(groups)} groups of layers. Most: "
+        f"{first['selector']}, {first['saved']:.3f} nats ({first['saved_low']:.3f} to {first['saved_high']:.3f}) of "
+        f"{table['kl'].iloc[0]:.3f}."
+    ]
+    tested = table[table["part"].isin(["oracle", "uniform", "by layer"])]
+    cells = "; ".join(
+        f"{r.selector} ({r.bytes_a_token:.1f} bytes a token) KL {r.kl:.3f} ({r.kl_low:.3f} to {r.kl_high:.3f}), "
+        f"digits {r.digits:.3f}"
+        for r in tested.itertuples()
+    )
+    return [*said, f"On {int(tested['questions'].iloc[0])} other questions: {cells}."]
+
+
 def agreement(mine: Table, other: Table) -> Table:
     """For every number with an interval that two tables of the same rows hold: how often the intervals meet.
 

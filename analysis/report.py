@@ -26,6 +26,7 @@ import findings
 import group_combine
 import jinja2
 import key_rank
+import layer_rank
 import outputs
 import pandas as pd
 import quantisation
@@ -54,15 +55,32 @@ class Plan:
     ablations: Size
     selection: Size
     trials: int
+    layers: Layers
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The size of layer_rank.py: contexts to choose from and to test on, tokens of each, layers of a group."""
+
+    learn: int
+    test: int
+    tokens: int
+    width: int
+
+    @property
+    def seeds(self) -> tuple[range, range]:
+        """No other analysis's, and none twice."""
+        return range(100, 100 + self.learn), range(100 + self.learn, 100 + self.learn + self.test)
 
 
 def plan(scale: Scale, device: str, model: Path | None) -> Plan:
     """Reduced: minutes on two CPU cores. Full: 104 questions at 4,000 tokens, minutes on a GPU."""
     if scale is Scale.reduced:
         size = Size(2, 1200, (64, 128, 256), False, model, device)
-        return Plan(2048, size, size, 15)
+        return Plan(2048, size, size, 15, Layers(1, 1, 1200, 10))
     ablations = Size(6, 4000, (128, 256, 512), False, model, device)
-    return Plan(4096, ablations, Size(13, 4000, selection.BUDGETS, True, model, device), 30)
+    choices = Size(13, 4000, selection.BUDGETS, True, model, device)
+    return Plan(4096, ablations, choices, 30, Layers(4, 13, 4000, 3))
 
 
 def measure(sizes: Plan, tables: Path, workers: int, device: str, model: Path | None) -> None:
@@ -104,6 +122,9 @@ def measure(sizes: Plan, tables: Path, workers: int, device: str, model: Path | 
         done("group combine")
         quantisation.measure(sizes.ablations, tables)
         done("quantisation")
+        some = sizes.layers
+        layer_rank.measure(model, device, some.seeds, some.tokens, 64, (2, 4, 8), some.width, tables)
+        done("ranks by layer")
         if beside is not None:
             beside.result()
         else:
@@ -150,6 +171,8 @@ def page(tables: Path, compared: Path | None = None) -> str:
     sections = []
     notes = _notes(tables)
     for section in SECTIONS:
+        if not (tables / f"{section.tables[0]}.csv").is_file():
+            continue
         frames = {name: outputs.read_table(tables, name) for name in section.tables}
         first = frames[section.tables[0]]
         sections.append(

@@ -102,6 +102,15 @@ SECTIONS = [
         [lambda t: figures_choice.pareto(t, 16, (64, 256)), figures_choice.decoded],
     ),
     Section(
+        "Which layers want rank",
+        "Every layer has a low rank; a group of neighbours at a time gets a higher one "
+        "(name-rank+rank@first-last). The groups that save most get it in the end, as many as the bytes of a "
+        "rank between allow. Left: contexts to choose from. Right: other contexts. Needles, all layers sparse.",
+        ["layer_rank"],
+        findings.layers,
+        [figures_choice.layers],
+    ),
+    Section(
         "How a group's heads agree",
         "Three rules on the same scores: of exact masses and of default records (P = 16, R = 4).",
         ["group_combine"],

@@ -167,6 +167,7 @@ def everything(size: Size, folder: Path, model: Any) -> None:
     blindness.measure(size, folder, 1)
     group_combine.measure(size, folder)
     quantisation.measure(size, folder)
+    layer_rank.measure(None, "cpu", ([0], [1]), 200, 64, (1, 2, 4), 1, folder)
     selection.measure(size, folder)
 
 

@@ -218,7 +218,7 @@ def blind(table: Table) -> Figure:
     for ax, (name, label) in zip(axes, shown.items(), strict=True):
         some = data if name == "carriers" else data[data["basis"] == "shared"]
         lines(ax, some, "rank", name, "who", order, shift=0.03)
-        powers(ax, (1, 2, 4, 8, 16, 32, 64))
+        powers(ax, [2**i for i in range(8) if 2**i <= some["rank"].max()])
         ax.set(xlabel="rank of the basis (not quantised)", ylabel=label)
     legend(figure, axes[::-1], 3)
     return figure

@@ -62,6 +62,7 @@ def named(table: Table) -> Table:
 def pareto(table: Table, page: int, wanted: Sequence[int]) -> Figure:
     """What is kept against what is resident, at the default bits and those of the wanted budgets that were measured."""
     data = named(table)
+    data = data[data["of_oracle"].notna()]
     every = sorted({int(b) for b in data["budget"]})
     budgets = [b for b in wanted if b in every] or every[:1]
     data = data[(data["page"] == page) & data["bits"].fillna("8/4/4").eq("8/4/4")]

@@ -110,7 +110,7 @@ def blind(table: Table) -> list[str]:
             f"rank {int(r.rank)}: {r.outside:.0%} of pages with {r.mass_outside:.0%} of the mass, "
             f"{r.carriers:.1%} of carriers kept"
             for r in some.itertuples()
-            if int(r.rank) in (4, 8, 16, 32)
+            if int(r.rank) in (4, 8, 16, 32, 56, 96, 112)
         )
         said.append(
             f"Shared basis fitted to {where}, pages whose top direction lies mostly outside it. {cells}."
@@ -147,7 +147,8 @@ def selection(table: Table) -> list[str]:
     said = []
     for budget, some in plain.groupby("budget"):
         cells = [
-            f"{r.selector}{f' ({r.fit})' if isinstance(r.fit, str) and r.fit else ''} {r.carriers:.3f}"
+            f"{r.selector}{f' ({r.fit})' if isinstance(r.fit, str) and r.fit else ''}"
+            + (f" {r.carriers:.3f}" if r.carriers == r.carriers else " not measured")
             + (f", KL {r.kl:.3f}, digits {r.digits:.2f}" if r.kl == r.kl else "")
             for r in some.itertuples()
         ]

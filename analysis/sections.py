@@ -17,8 +17,14 @@ LABELS = {"of_oracle": "candidates' mass kept, of the oracle's"}
 
 def intro(keys: dict[str, Any]) -> str:
     """Whose keys were measured, from the manifest of their capture."""
+    recipe = keys.get("recipe", {})
+    origin = (
+        f" (trained from {recipe['base']}, seed {recipe['seed']})"
+        if {"base", "seed"} <= recipe.keys()
+        else ""
+    )
     return (
-        f"One model: {keys['model']}, {keys['layers']} layers of {keys['kv_heads']} KV heads of width "
+        f"One model: {keys['model']}{origin}, {keys['layers']} layers of {keys['kv_heads']} KV heads of width "
         f"{keys['head_dim']}, on {keys['tokens']} tokens of prose for what is of keys alone and on contexts with "
         "hidden numbers for what is of answers. The sweep needs no model and has D = 64 and 128."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import blind_sweep
 import pandas as pd
-from outputs import Table
+from outputs import InputError, Table
 
 # Rows of the table whose interval lies above, below and around 0.
 VERDICTS = ("win", "loss", "even")
@@ -140,7 +140,15 @@ def variants(table: Table, part: str, name: str, base: str | tuple[str, ...]) ->
 
 
 def selection(table: Table) -> list[str]:
-    """The default against every other way at each budget, by carriers and KL."""
+    """The default against every other way at each budget, by carriers and KL.
+
+    Raises:
+        InputError: nothing but decoding was measured.
+    """
+    if "carriers" not in table:
+        raise InputError(
+            "selection: expected what choices keep, got digits alone; run selection.py --part kept"
+        )
     plain = table[
         (table["page"] == 16) & table["bits"].fillna("8/4/4").eq("8/4/4") & table["rank"].fillna(4).eq(4)
     ]

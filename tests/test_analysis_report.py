@@ -199,7 +199,8 @@ def test_parts_make_the_table_that_is_made_at_once(small, model, tmp_path, monke
     selection.measure(small, some, part=Part.decoded, only="shared,dense,oracle")
     decoded: outputs.Table = outputs.read_table(some, "selection")
     assert set(decoded["selector"]) == {"dense", "oracle", "shared"}
-    assert "of_oracle" not in decoded
+    with pytest.raises(outputs.InputError, match="expected what choices keep, got digits alone"):
+        findings.selection(decoded)
     selection.measure(small, some, part=Part.kept)
     selection.measure(small, some, part=Part.decoded, only="locks::16:8,quest")
     selection.measure(small, some, part=Part.decoded, only="locks")

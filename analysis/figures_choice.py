@@ -116,6 +116,9 @@ def decoded(table: Table) -> Figure:
         powers(ax, sorted({int(b) for b in data["budget"]}))
         ax.set(xlabel=BUDGET, ylabel=label)
     axes[0].set_yscale("log")
+    # A few questions decide small means: their intervals reach down to nothing.
+    shown = data.loc[data["name"].isin(order), "kl"]
+    axes[0].set_ylim(bottom=float(shown[shown > 0].min()) / 3)
     dense = table[table["selector"] == "dense"]["digits"]
     axes[1].axhline(float(dense.iloc[0]), color="#9a9a9a", linewidth=2, zorder=0, label="dense attention")
     legend(figure, axes[::-1], 3)

@@ -154,15 +154,14 @@ def selection(table: Table) -> list[str]:
     ]
     said = []
     for budget, some in plain.groupby("budget"):
-        cells = [
-            f"{r.selector}{f' ({r.fit})' if isinstance(r.fit, str) and r.fit else ''}"
-            + (f" {r.carriers:.3f}" if r.carriers == r.carriers else " not measured")
-            + (f", KL {r.kl:.3f}, digits {r.digits:.2f}" if r.kl == r.kl else "")
-            for r in some.itertuples()
-        ]
-        said.append(
-            f"Budget {int(budget)}, P = 16, the bytes of R = 4, carriers kept: " + "; ".join(cells) + "."
-        )
+        cells = []
+        for r in some.itertuples():
+            told = [f"{r.carriers:.3f}"] * (r.carriers == r.carriers)
+            told += [f"KL {r.kl:.3f}, digits {r.digits:.2f}"] * (r.kl == r.kl)
+            who = f"{r.selector} ({r.fit})" if isinstance(r.fit, str) and r.fit else r.selector
+            cells.append(f"{who} {', '.join(told)}")
+        what = ", carriers kept" if some["carriers"].notna().any() else ""
+        said.append(f"Budget {int(budget)}, P = 16, the bytes of R = 4{what}: " + "; ".join(cells) + ".")
     return said
 
 

@@ -77,7 +77,7 @@ def plan(scale: Scale, device: str, model: Path | None) -> Plan:
     """Reduced: minutes on two CPU cores. Full: 104 questions at 4,000 tokens, minutes on a GPU."""
     if scale is Scale.reduced:
         size = Size(2, 1200, (64, 128, 256), False, model, device)
-        return Plan(2048, size, size, 15, Layers(1, 1, 1200, 10))
+        return Plan(2048, size, size, 15, Layers(1, 1, 800, 10))
     ablations = Size(6, 4000, (128, 256, 512), False, model, device)
     choices = Size(13, 4000, selection.BUDGETS, True, model, device)
     return Plan(4096, ablations, choices, 30, Layers(4, 13, 4000, 3))

@@ -188,18 +188,17 @@ def parity(options: argparse.Namespace) -> None:
 
 
 class Steps:
-    """A logger of vLLM's: how many steps ran in which kind of CUDA graph, those of one query length by themselves."""
+    """A logger of vLLM's: how many steps ran in which kind of CUDA graph; a full one has all drafts of every request."""
 
-    def __init__(self, llm: Any, most: int) -> None:
-        self.most, self.counts = most, Counter[str]()
+    def __init__(self, llm: Any) -> None:
+        self.counts = Counter[str]()
         llm.llm_engine.logger_manager.stat_loggers.append(self)
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
         step = scheduler_stats and scheduler_stats.cudagraph_stats
         if step is not None:
             kind = step.runtime_mode.rpartition(".")[2]
-            uniform = kind == "FULL" and self.most > 1
-            self.counts[f"{kind} {self.most}" if uniform else kind] += 1
+            self.counts[f"{kind} {1 + DRAFTS}" if kind == "FULL" else kind] += 1
 
     def log(self) -> None:
         """Nothing: the counts are read at the end."""
@@ -227,7 +226,7 @@ def speculation(options: argparse.Namespace) -> None:
         }
         more["cudagraph_metrics"] = True
     llm = start(options.model, locks_of(options, options.budget), **settings(options, **more))
-    steps = Steps(llm, 1 + DRAFTS)
+    steps = Steps(llm)
     before = totals(llm)
     first = answer(llm, prompts, [options.answer] * len(prompts))
     after = totals(llm)

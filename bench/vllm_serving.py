@@ -188,7 +188,7 @@ def parity(options: argparse.Namespace) -> None:
 
 
 class Steps:
-    """A logger of vLLM's: how many steps ran in which kind of CUDA graph; a full one has all drafts of every request."""
+    """A logger of vLLM: how many steps ran in which kind of CUDA graph; a full one has all drafts of each request."""
 
     def __init__(self, llm: Any) -> None:
         self.counts = Counter[str]()

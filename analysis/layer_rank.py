@@ -28,6 +28,8 @@ from locks.layer_ranks import LayerRank
 from locks.selectors import Locks, Oracle, Selector
 
 PAGE = 16
+# The first context's: no other analysis's.
+SEED = 100
 
 
 class Questions:
@@ -133,6 +135,11 @@ def measure(
     return frame
 
 
+def seeds_of(number: int, test: int, first: int = SEED) -> tuple[range, range]:
+    """Seeds of the contexts to choose from and of those to test on, none twice."""
+    return range(first, first + number), range(first + number, first + number + test)
+
+
 def main(
     number: Annotated[int, typer.Option("--contexts", help="to choose from, of eight questions each")] = 2,
     test_contexts: Annotated[int, typer.Option(help="to test the choice on")] = 3,
@@ -144,7 +151,7 @@ def main(
     width: Annotated[int, typer.Option(help="layers of a group")] = 3,
     model: Annotated[Path | None, typer.Option(help="model directory or .gguf; SmolLM2 without")] = None,
     device: Annotated[str, typer.Option()] = "cpu",
-    seed: Annotated[int, typer.Option(help="the first context's")] = 100,
+    seed: Annotated[int, typer.Option(help="the first context's")] = SEED,
     out: Annotated[Path, typer.Option(help="folder of tables")] = outputs.OUT,
 ) -> None:
     """Finds the layers, and tests the choice."""
@@ -152,8 +159,7 @@ def main(
         raise InputError(f"low, middle, high: expected ascending ranks, got {low}, {middle}, {high}")
     if min(number, test_contexts, width) < 1:
         raise InputError("contexts, test-contexts, width: expected 1 or more each")
-    split = seed + number
-    seeds = range(seed, split), range(split, split + test_contexts)
+    seeds = seeds_of(number, test_contexts, seed)
     frame = measure(model, device, seeds, tokens, budget, (low, middle, high), width, out)
     typer.echo(frame.to_string())
 

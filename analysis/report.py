@@ -67,11 +67,6 @@ class Layers:
     tokens: int
     width: int
 
-    @property
-    def seeds(self) -> tuple[range, range]:
-        """No other analysis's, and none twice."""
-        return range(100, 100 + self.learn), range(100 + self.learn, 100 + self.learn + self.test)
-
 
 def plan(scale: Scale, device: str, model: Path | None) -> Plan:
     """Reduced: minutes on two CPU cores. Full: 104 questions at 4,000 tokens, minutes on a GPU."""
@@ -123,7 +118,8 @@ def measure(sizes: Plan, tables: Path, workers: int, device: str, model: Path | 
         quantisation.measure(sizes.ablations, tables)
         done("quantisation")
         some = sizes.layers
-        layer_rank.measure(model, device, some.seeds, some.tokens, 64, (2, 4, 8), some.width, tables)
+        seeds = layer_rank.seeds_of(some.learn, some.test)
+        layer_rank.measure(model, device, seeds, some.tokens, 64, (2, 4, 8), some.width, tables)
         done("ranks by layer")
         if beside is not None:
             beside.result()
@@ -171,8 +167,6 @@ def page(tables: Path, compared: Path | None = None) -> str:
     sections = []
     notes = _notes(tables)
     for section in SECTIONS:
-        if not (tables / f"{section.tables[0]}.csv").is_file():
-            continue
         frames = {name: outputs.read_table(tables, name) for name in section.tables}
         first = frames[section.tables[0]]
         sections.append(

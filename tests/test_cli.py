@@ -38,28 +38,15 @@ def refused(*args: str | Path) -> str:
 
 def save_model(path: Path, **changes: Any) -> Path:
     """A random Llama of two layers with a tokenizer of words."""
+    from tests.quality_model import random_llama
+
     vocabulary = {word: i for i, word in enumerate(["<end>", "<unknown>", *WORDS])}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unknown>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="<end>", unk_token="<unknown>"
     )
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": len(vocabulary),
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    config = transformers.LlamaConfig(**{**sizes, **changes})
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    random_llama(len(vocabulary), **changes).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -455,6 +455,28 @@ def test_in_steps_rows_of_any_number_of_pages_are_read_to_their_end(plan):
     torch.testing.assert_close(lse.double(), want.lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("page", "block", "Dv", "plan"),
+    [
+        (16, 64, 64, attend_op.Plan(3, 32, 3)),
+        (32, 96, 80, attend_op.Plan(2, 16, 3)),
+        (64, 64, 64, attend_op.Plan(2, 16, 2)),
+    ],
+)
+def test_in_steps_any_storage_is_read(layout, page, block, Dv, plan):
+    """Pages that share a block, pages of several steps, wider values; the slots behind the rows full of nan."""
+    lengths = [13 * page + 5, page, 7 * page]
+    cache = paged_cache(lengths, page=page, block=block, heads=2, D=64, Dv=Dv, layout=layout)
+    q, config = normal(3, 4, 64, seed=1), KernelConfig(block_n=max(1, 64 // page), num_warps=4)
+    options = {"page": page, "scale": 0.3, "config": config, "plan": plan}
+    want = reference.dense_attention(q, *cache.args, scale=0.3)
+    for lists in ((None, None), whole_pages(lengths, 2, page)):
+        out, lse = attend_op.attend(q, *cache.args, *lists, **options)
+        torch.testing.assert_close(out.double(), want.out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), want.lse, rtol=1e-5, atol=1e-5)
+
+
 def test_the_last_split_with_tokens_is_merged():
     """Alone among those that are added up at once, and with splits without tokens behind it."""
     lengths = [16 * n - 5 for n in (16, 17, 32, 33)]
@@ -516,7 +538,7 @@ def test_a_non_finite_number_stays_through_later_steps(plan, part, bad):
 def test_a_row_is_cut_by_its_own_length_alone(heads):
     """Whatever the lists and the table have room for: the splits are as many, or more than the row has tiles."""
     of = {"page": 16, "head_dim": 128, "num_kv_heads": heads, "config": KernelConfig(8, 4)}
-    assert attend_op.default_plan(128, 0, **of) == attend_op.Plan(16, 0, 2)
+    assert attend_op.default_plan(128, 0, **of) == attend_op.Plan(16, 0, 3)
     most = attend_op.default_plan(128, 2**16, **of)
     for whole in (1, 100, 127, 128, 129, 1000, 4096):
         plan = attend_op.default_plan(128, whole, **of)

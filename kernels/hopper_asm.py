@@ -235,16 +235,32 @@ def halves_sum(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def words_of(x):
-    """The columns of x [32, 4] or [32, 2]."""
-    if x.shape[1] == 4:
-        even, odd = tl.split(tl.reshape(x, (32, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        words = (first, second, third, fourth)
-    else:
-        words = tl.split(x)
-    return words
+def neighbour(x, ASM: tl.constexpr):
+    """x of lane l ^ 1."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    even, odd = tl.split(tl.reshape(x, (16, 2)))
+    return tl.reshape(tl.join(odd, even), (32,))
+
+
+@triton.jit
+def columns_of(x):
+    """The columns of x [32, 8]."""
+    even, odd = tl.split(tl.reshape(x, (32, 4, 2)))
+    first, third = tl.split(tl.reshape(even, (32, 2, 2)))
+    second, fourth = tl.split(tl.reshape(odd, (32, 2, 2)))
+    x0, x4 = tl.split(first)
+    x1, x5 = tl.split(second)
+    x2, x6 = tl.split(third)
+    x3, x7 = tl.split(fourth)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit

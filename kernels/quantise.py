@@ -1,85 +1,77 @@
-"""Quantise: queries as the fast score kernel takes them, once a step.
+"""Quantise: a query as the fast score kernel takes it, rotated as records are (`locks.format.rotate`), in 15 bits.
 
-A query is rotated as the records are (`locks.format.rotate`) and written as two int8 digits, 15 bits.
+Tensors are registers of the warp's lanes, as `hopper_asm.py` has them. What a lane holds of a query, 16 elements of
+each half of D or at D = 64 eight, is a block of the rotation or half of one: little moves between lanes.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .dependent import dependent, release, wait
-from .records import hadamard
+from .hopper_asm import columns_of, neighbour, quad_max, quad_sum
 
 
 @triton.jit
-def quantise_kernel(
-    q_ptr,
-    digits_ptr,
-    numbers_ptr,
-    stride_q_b,
-    stride_q_h,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Two int8 digits of up to 8 queries of a group, rotated.
+def load_elements(q_ptr, LENGTH: tl.constexpr):
+    """LENGTH elements from q_ptr [32] on, in as many of [32]."""
+    elements = ()
+    for first in tl.static_range(0, LENGTH, 8):
+        elements = elements + columns_of(tl.load(q_ptr[:, None] + first + tl.arange(0, 8)))
+    return elements
 
-    Of both halves of D there are 16 rows, 8 of high digits and 8 of low ones; the numbers are the value of one unit
-    and |scale q|^2, scale in log2.
+
+@triton.jit
+def hadamard_16(x, lane, ASM: tl.constexpr):
+    """x, 16 of [32], times a Hadamard matrix; of eight, the other eight are those of lane l ^ 1."""
+    for bit in tl.static_range(4):
+        turned = ()
+        for i in tl.static_range(len(x)):
+            if 2**bit < len(x):
+                a, b = x[i & ~(2**bit)], x[i | 2**bit]
+                turned = turned + (a + b if i & 2**bit == 0 else a - b,)  # pyright: ignore[reportOperatorIssue]
+            else:
+                other = neighbour(x[i], ASM)
+                turned = turned + (tl.where(lane % 2 == 0, x[i] + other, other - x[i]),)
+        x = turned
+    return x
+
+
+@triton.jit
+def digits_of(x, reciprocal):
+    """x times reciprocal, below 2**14 in size, rounded, in words of four int8: high digits, of 128, and low ones."""
+    high, low = (), ()
+    for first in tl.static_range(0, len(x), 4):
+        pairs = ()
+        for k in tl.static_range(2):
+            # The bits of 2**23 + n are those of 2**23, and n. 2**15 more keep it from below 0 and out of the digits.
+            one = (x[first + k] * reciprocal + (2.0**23 + 2.0**15)).to(tl.int32, bitcast=True)
+            other = (x[first + k + 2] * reciprocal + (2.0**23 + 2.0**15)).to(tl.int32, bitcast=True)
+            pairs = pairs + (one - 0x4B000000 + (other << 16),)
+        high = high + (((pairs[0] >> 7) & 0x00FF00FF) | ((pairs[1] << 1) & -0x00FF0100),)
+        low = low + ((pairs[0] & 0x007F007F) | ((pairs[1] << 8) & 0x7F007F00),)
+    return high, low
+
+
+@triton.jit
+def quantise(first, second, scale, lane, ASM: tl.constexpr):
+    """scale * q, rotated, as `project` takes it, the value of one unit, and |scale q|^2.
+
+    Args:
+        first: of the query's first half what a lane holds, 16 of [32] or 8.
+        second: of its second half.
+        scale: of the query.
+        lane: [32], its number.
+        ASM: whether it is compiled.
     """
-    wait(DEPENDENT)
-    release(DEPENDENT)
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
-    H: tl.constexpr = D // 2
-    off_g = tl.arange(0, 8)
-    d = tl.arange(0, H)
-    # Rows of absent heads repeat the last one; their results are not stored.
-    q_head = head * G + tl.minimum(tile * 8 + off_g, G - 1)
-    at = q_ptr + row * stride_q_b + q_head[:, None] * stride_q_h + d[None, :]
-    a = tl.load(at).to(tl.float32) * scale
-    b = tl.load(at + H).to(tl.float32) * scale
-    norm = tl.sum(a * a + b * b, 1)
-    # `locks.format.rotate`, whose blocks are 16 elements of each half.
-    first = hadamard(a + b, 1, 16) * 32**-0.5
-    second = hadamard(a - b, 1, 16) * 32**-0.5
-    unit = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
-    unit = tl.maximum(unit, 1e-30) * (1.0 / 16256.0)
-    item = (row * tl.num_programs(1) + head) * tl.num_programs(0) + tile
-    at = digits_ptr + item * (32 * H) + off_g[:, None] * H + d[None, :]
-    for half in tl.static_range(2):
-        x = first if half == 0 else second
-        x = tl.floor(x * (1.0 / unit)[:, None] + 0.5).to(tl.int32)
-        high = (x + 64) >> 7
-        tl.store(at + half * (16 * H), high.to(tl.int8))
-        tl.store(at + half * (16 * H) + 8 * H, (x - high * 128).to(tl.int8))
-    tl.store(numbers_ptr + item * 16 + off_g, unit)
-    tl.store(numbers_ptr + item * 16 + 8 + off_g, norm)
-
-
-def query_buffers(B: int, Hq: int, Hkv: int, D: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Room for the quantised queries: their digits, and their units and norms."""
-    tiles = (B, Hkv, -(-(Hq // Hkv) // 8), 2)
-    return (
-        torch.empty((*tiles, 16, D // 2), dtype=torch.int8, device=device),
-        torch.empty((*tiles, 8), dtype=torch.float32, device=device),
-    )
-
-
-def quantise(q: Tensor, scale: float, digits: Tensor, numbers: Tensor) -> None:
-    """Writes the digits, units and squared norms of scale * q [B, Hq, D] into `query_buffers`."""
-    B, Hkv, tiles = digits.shape[:3]
-    quantise_kernel[(tiles, Hkv, B)](
-        q,
-        digits,
-        numbers,
-        *q.stride()[:2],
-        scale,
-        G=q.shape[1] // Hkv,
-        D=q.shape[2],
-        num_warps=1,
-        **dependent(quantise_kernel, q.device),
-    )
+    sums, differences, norm = (), (), tl.zeros((32,), tl.float32)
+    for i in tl.static_range(len(first)):
+        a, b = first[i].to(tl.float32), second[i].to(tl.float32)
+        norm = norm + a * a + b * b
+        sums, differences = sums + (a + b,), differences + (a - b,)
+    # The scale and the 32**-0.5 that makes a rotation of this are left to the unit.
+    sums, differences = hadamard_16(sums, lane, ASM), hadamard_16(differences, lane, ASM)
+    largest = tl.full((32,), 1e-30, tl.float32)
+    for i in tl.static_range(len(sums)):
+        largest = tl.maximum(largest, tl.maximum(tl.abs(sums[i]), tl.abs(differences[i])))
+    unit = quad_max(largest, ASM) * (1.0 / 16256.0)
+    query = digits_of(sums, 1.0 / unit) + digits_of(differences, 1.0 / unit)
+    return query, unit * (scale * 32**-0.5), quad_sum(norm, ASM) * (scale * scale)

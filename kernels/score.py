@@ -20,7 +20,6 @@ from locks.format import mixed
 from . import score_hopper
 from .config import KernelConfig, device_name, tuned
 from .dependent import dependent, release, wait
-from .quantise import query_buffers
 from .records import load_query, page_bases, page_logits
 
 # Pages a program scores: fixed, because the cut decides the order of the total's additions.
@@ -201,20 +200,16 @@ class Workspace(NamedTuple):
 
     # [B, Hq, chunks] float32
     partial: Tensor
-    # `quantise.query_buffers`, None for the general path
-    digits: Tensor | None
-    numbers: Tensor | None
+    # whether the chunks are those of the fast path
+    fast: bool
 
 
 def workspace(q: Tensor, records: Tensor, pages: int, fmt, *, exact: bool = True) -> Workspace:
     """Buffers for queries and records like these and tables of so many pages: one set is enough for all layers."""
-    B, Hq, D = q.shape
+    B, Hq, _ = q.shape
     fast = not exact and score_hopper.fits(q, records, fmt)
     chunks = score_hopper.num_chunks(pages) if fast else triton.cdiv(pages, CHUNK)
-    partial = torch.empty((B, Hq, chunks), dtype=torch.float32, device=q.device)
-    if not fast:
-        return Workspace(partial, None, None)
-    return Workspace(partial, *query_buffers(B, Hq, records.shape[1], D, q.device))
+    return Workspace(torch.empty((B, Hq, chunks), dtype=torch.float32, device=q.device), fast)
 
 
 def score(
@@ -255,8 +250,8 @@ def score(
         torch.empty((B, Hq, N), dtype=torch.float32, device=q.device),
         torch.empty((B, Hq), dtype=torch.float32, device=q.device),
     )
-    partial, digits, numbers = work or workspace(q, records, N, fmt, exact=exact)
-    if digits is not None and numbers is not None:
+    partial, fast = work or workspace(q, records, N, fmt, exact=exact)
+    if fast:
         score_hopper.score_hopper(
             q,
             records,
@@ -267,8 +262,6 @@ def score(
             window_pages=window_pages,
             log_mass=log_mass,
             partial=partial,
-            digits=digits,
-            numbers=numbers,
             whole=whole,
             config=config,
         )

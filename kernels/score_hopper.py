@@ -5,8 +5,9 @@ tokens' weights to 11. What is different, and why:
 
 * One warp is a program and takes 8 pages a step. Records come by bulk copies into shared memory, two steps ahead
   (`shared_records.py`): no load waits for a register, and whole records are read once.
-* The query is written as two int8 digits (15 bits). Rows 0-7 of the matrix unit's 16 hold the high digits of up to
-  8 query heads, rows 8-15 the low ones: the padding to 16 rows does useful work. Integer products are exact.
+* The query is written as two int8 digits (15 bits), by every program anew while its first records are on their way
+  (`quantise.py`). Rows 0-7 of the matrix unit's 16 hold the high digits of up to 8 query heads, rows 8-15 the low ones:
+  the padding to 16 rows does useful work. Integer products are exact.
 * Up to four heads stand there twice, so that a lane has a head of one of two pages: products of logits are then of four
   pages in place of two, and what is done for each of their results is done half as often.
 * A nibble x is used as the int8 16 x: the low nibbles of four bytes are one shift and one mask away, the high ones one
@@ -45,9 +46,8 @@ from .hopper_asm import (
     quad_sum,
     sum_tokens,
     uniform,
-    words_of,
 )
-from .quantise import quantise
+from .quantise import load_elements, quantise
 from .shared_records import (
     buffer_address,
     copy_step,
@@ -204,13 +204,14 @@ def scored_chunks(length, max_pages):
 
 @triton.jit(do_not_specialize=["zero", "window_pages", "num_rows", "slots"])
 def score_hopper_kernel(
-    digits_ptr,
-    numbers_ptr,
+    q_ptr,
     rec_ptr,
     block_table_ptr,
     seq_lens_ptr,
     log_mass_ptr,
     partial_ptr,
+    stride_q_b,
+    stride_q_h,
     stride_r_b,
     stride_r_h,
     stride_r_p,
@@ -219,6 +220,7 @@ def score_hopper_kernel(
     stride_m_h,
     stride_p_b,
     stride_p_h,
+    scale,
     max_pages,
     max_chunks,
     window_pages,
@@ -241,7 +243,9 @@ def score_hopper_kernel(
     DEPENDENT: tl.constexpr,
     RELEASE: tl.constexpr,
 ):
-    """log_mass of neighbouring chunks of one (row, KV head), and each chunk's log-sum-exp."""
+    """log_mass of neighbouring chunks of one (row, KV head), and each chunk's log-sum-exp; scale is in log2."""
+    wait(DEPENDENT)
+    release(RELEASE)
     head = tl.program_id(1).to(tl.int64)
     if BLOCK_B > 1:
         off_b = tl.arange(0, BLOCK_B)
@@ -249,7 +253,6 @@ def score_hopper_kernel(
         _, steps_of, chunks_of = scored_chunks(lengths, max_pages)
         row, pid, programs = row_of_slot(chunks_of, steps_of, tl.program_id(0), slots, num_rows)
         if row >= num_rows:
-            wait(DEPENDENT)
             return
         row, pid, programs = uniform(row, ASM), uniform(pid, ASM), uniform(programs, ASM)
     else:
@@ -264,14 +267,10 @@ def score_hopper_kernel(
     end = uniform(end_chunk, ASM) << log_steps
     last_block = (tl.minimum(newest, end * 8) - 1) // PER_BLOCK
     last_step = (1 << log_steps) - 1
-    H: tl.constexpr = D // 2
-    W: tl.constexpr = D // 32
-    TILES: tl.constexpr = (G + 7) // 8
     # One load a block where blocks of a power of two of pages meet every step alike.
     EACH: tl.constexpr = tl.constexpr(1 if PER_BLOCK & (PER_BLOCK - 1) != 0 else min(PER_BLOCK, 8))
     # One copy of neighbours.
     RUN: tl.constexpr = tl.constexpr(EACH if PACKED else 1)
-    item = (row * tl.num_programs(1) + head) * TILES
     # Opaque to the compiler, which would otherwise give a lane several neighbours' loads.
     lane = tl.arange(0, 32) ^ zero
     g = lane // 4
@@ -279,6 +278,7 @@ def score_hopper_kernel(
     # Of up to four heads a lane has one page a step, else two pages.
     FOUR: tl.constexpr = G <= 4
     own = g % 4 if FOUR else g
+    q_ptr += row * stride_q_b + head * G * stride_q_h
     rec_ptr += head * stride_r_h
     block_table_ptr += table_row * stride_t_b
     log_mass_ptr += row * stride_m_b + head * G * stride_m_h
@@ -290,6 +290,9 @@ def score_hopper_kernel(
             mass = tl.zeros((32,), tl.float32)
             # The number of a step, counted on from one set of heads to the next, says which half it takes.
             turns = first // 8 * (end - start) - start
+            # Rows of absent heads repeat the last one; their results are not stored.
+            of_lane = q_ptr + tl.minimum(first + own, G - 1) * stride_q_h + j * (D // 8)
+            lower, upper = load_elements(of_lane, D // 8), load_elements(of_lane + D // 2, D // 8)
             now = load_blocks(block_table_ptr, start * 8, last_block, EACH, PER_BLOCK, ASM)
             soon = load_blocks(block_table_ptr, start * 8 + 8, last_block, EACH, PER_BLOCK, ASM)
             blocks = load_blocks(block_table_ptr, start * 8 + 16, last_block, EACH, PER_BLOCK, ASM)
@@ -324,16 +327,7 @@ def score_hopper_kernel(
                     ASM,
                 )
             # The first records are on their way while the query is quantised.
-            wait(DEPENDENT)
-            release(RELEASE)
-            # [32, W]
-            digits = (digits_ptr + (item + first // 8) * (32 * H)).to(tl.pointer_type(tl.int32))
-            digits += ((own * 4 + j) * W)[:, None] + tl.arange(0, W)
-            query = ()
-            for part in tl.static_range(4):
-                query = query + (words_of(tl.load(digits + part * 2 * H)),)
-            unit = tl.load(numbers_ptr + (item + first // 8) * 16 + own)
-            norm = tl.load(numbers_ptr + (item + first // 8) * 16 + 8 + own)
+            query, unit, norm = quantise(lower, upper, scale, lane, ASM)
             # An infinite variance stays infinite whatever the query is.
             norm = tl.maximum(norm, 1e-30) * (0.5 * LN2)
             step = unit * (0.0625 * UNIT)
@@ -440,7 +434,6 @@ def score_hopper_kernel(
                     tl.store(to_partial, total, mask=(g < G - first) & (j == 0))
                     best = tl.full((32,), -float("inf"), tl.float32)
                     mass = tl.zeros((32,), tl.float32)
-    wait(DEPENDENT)
     # What lies behind the scored pages.
     page = tl.arange(0, FILL)
     for start in range(chunks + pid * FILL, max_chunks, programs * FILL):
@@ -486,15 +479,12 @@ def score_hopper(
     window_pages: int,
     log_mass: Tensor,
     partial: Tensor,
-    digits: Tensor,
-    numbers: Tensor,
     whole: bool = True,
     config: KernelConfig | None = None,
 ) -> None:
     """Writes log_mass [B, Hq, N] and each chunk's log-sum-exp [B, Hq, `num_chunks(N)`].
 
-    Unless `whole`, log_mass of pages that are not scored is left as it is. `digits` and `numbers` are buffers by
-    `quantise.query_buffers`.
+    Unless `whole`, log_mass of pages that are not scored is left as it is.
     """
     B, Hq, D = q.shape
     Hkv, per_block = records.shape[1], records.shape[2]
@@ -504,23 +494,23 @@ def score_hopper(
     config = config or default_config(fmt.rank, Hq // Hkv, D, q.device)
     programs = PROGRAMS[fmt.rank] if config.programs is None else config.programs
     slots = max(1, min(B * partial.shape[2], programs_that_fit(q.device, programs) // Hkv))
-    quantise(q, scale * LOG2E, digits, numbers)
     waits = dependent(score_hopper_kernel, q.device)
     # More rows than one share their programs out by length: one long row has as many as if it were alone.
     score_hopper_kernel[(slots if B == 1 else slots + B, Hkv)](
-        digits,
-        numbers,
+        q,
         records.view(torch.int8),
         block_table,
         seq_lens,
         log_mass,
         partial,
+        *q.stride()[:2],
         records.stride(0) // 16,
         records.stride(1),
         records.stride(2) // 16,
         block_table.stride(0),
         *log_mass.stride()[:2],
         *partial.stride()[:2],
+        scale * LOG2E,
         log_mass.shape[2],
         partial.shape[2],
         window_pages,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from locks import SummaryFormat, page_mass, reference
 from locks.format import rotate, unpack
-from locks.kernels import score, score_hopper
+from locks.kernels import quantise, score, score_hopper
 from locks.pages import gather_pages
 from tests.helpers import DEVICE, Cache, examples, generator, ids, normal, paged_cache, records_of
 
@@ -73,6 +73,47 @@ def assert_mass_is_within_its_operands_rounding(
     assert (
         (got.total.double() - want.total)[some].abs() <= (float(allowed.amax()) if known.any() else 0) + 1e-4
     ).all()
+
+
+@triton.jit
+def query_kernel(q_ptr, words_ptr, numbers_ptr, scale, D: tl.constexpr, ASM: tl.constexpr):
+    """What the lanes hold of 8 queries [8, D]."""
+    lane = tl.arange(0, 32)
+    at = q_ptr + lane // 4 * D + lane % 4 * (D // 8)
+    # pyright takes a kernel's functions for calls that never return.
+    first = quantise.load_elements(at, D // 8)  # pyright: ignore[reportGeneralTypeIssues]
+    second = quantise.load_elements(at + D // 2, D // 8)  # pyright: ignore[reportGeneralTypeIssues]
+    query, unit, norm = quantise.quantise(first, second, scale, lane, ASM)  # pyright: ignore[reportGeneralTypeIssues]
+    for part in tl.static_range(4):
+        for w in tl.static_range(D // 32):
+            tl.store(words_ptr + (part * (D // 32) + w) * 32 + lane, query[part][w])
+    tl.store(numbers_ptr + lane, unit)
+    tl.store(numbers_ptr + 32 + lane, norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [64, 128])
+def test_lanes_hold_the_rotated_query_to_half_a_unit(dtype, D):
+    q = normal(8, D, seed=D, dtype=torch.float32) * 4.0 ** torch.arange(-3, 5, device=DEVICE)[:, None]
+    q[1], q[2, D - 1] = 0.0, 300.0
+    q = q.to(dtype)
+    words, numbers = q.new_empty(4 * D, dtype=torch.int32), q.new_empty(64, dtype=torch.float32)
+    query_kernel[(1,)](q, words, numbers, 0.3, D=D, ASM=DEVICE == "cuda", num_warps=1)  # pyright: ignore[reportCallIssue]
+    # [2, 8 queries, 4 lanes]
+    numbers = numbers.view(2, 8, 4).double()
+    assert (numbers == numbers[:, :, :1]).all()
+    unit, norm = numbers[:, :, 0]
+    # Words of four bytes, lanes 4 g + j: first and second half, high digit and low one, query, element.
+    digits = words.view(torch.int8).view(2, 2, D // 32, 8, 4, 4).permute(0, 1, 3, 4, 2, 5).flatten(3).int()
+    whole = torch.cat([*(128 * digits[:, 0] + digits[:, 1])], -1)
+    want = rotate(0.3 * q.double())
+    torch.testing.assert_close(norm, want.square().sum(-1), rtol=1e-6, atol=0)
+    some = want.abs().amax(-1) > 0
+    assert some.tolist() == [True, False, *[True] * 6]
+    torch.testing.assert_close(unit[some], want[some].abs().amax(-1) / 16256, rtol=1e-6, atol=0)
+    # float32's rounding beside the half.
+    assert (whole - want / unit[:, None]).abs().amax() <= 0.5 + 16256 * 2.0**-21
+    assert (whole.abs().amax(-1) == 16256 * some).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

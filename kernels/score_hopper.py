@@ -244,6 +244,8 @@ def score_hopper_kernel(
     RELEASE: tl.constexpr,
 ):
     """log_mass of neighbouring chunks of one (row, KV head), and each chunk's log-sum-exp; scale is in log2."""
+    # The barriers are made while what was launched before ends.
+    buffer = buffer_address(zero, NBYTES, ASM)
     wait(DEPENDENT)
     release(RELEASE)
     head = tl.program_id(1).to(tl.int64)
@@ -284,7 +286,6 @@ def score_hopper_kernel(
     log_mass_ptr += row * stride_m_b + head * G * stride_m_h
     partial_ptr += row * stride_p_b + head * G * stride_p_h
     if start < end:
-        buffer = buffer_address(zero, NBYTES, ASM)
         for first in range(0, G, 8):
             best = tl.full((32,), -float("inf"), tl.float32)
             mass = tl.zeros((32,), tl.float32)

@@ -10,7 +10,7 @@ interval. No sort, no atomic: ids come out ascending, and equal inputs give equa
 `keys_kernel`, many programs, writes the keys and the largest key of every group of pages. One program of
 `select_kernel` then selects for one (row, KV head), so what it reads is what counts:
 
-* up to `DIRECT` pages: all keys at once, in registers;
+* up to `DIRECT` pages, and in a longer table a row of no more pages than it has groups: all keys at once, in registers;
 * more: the groups' largest keys first. The K first groups, by their largest keys and then by number, hold the K first
   pages, by key and then by number: before a page of any other group come K pages, one of each. So only their keys are
   read, and of a few groups more, where the search ends early;
@@ -274,6 +274,14 @@ def places(key, low, stop, need):
 
 
 @triton.jit
+def choose(ids_ptr, page, key, low, stop, wanted, WARPS: tl.constexpr):
+    """Writes the pages of the `wanted` largest keys, behind page 0."""
+    low, stop, need, _ = search(key, low, stop, wanted + 1, wanted, wanted, WARPS)
+    place = places(key, low, stop, need)
+    tl.store(ids_ptr + 1 + place, page, mask=place >= 0)
+
+
+@triton.jit
 def select_kernel(
     keys_ptr,
     maxima_ptr,
@@ -301,7 +309,7 @@ def select_kernel(
     WARPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """page_ids and count of one (row, KV head); of BLOCK_C groups, or with a GROUP of 0 of BLOCK_C pages."""
+    """page_ids and count of one (row, KV head); of BLOCK_C groups, or of BLOCK_C pages in a row that has no more."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     length = tl.load(seq_lens_ptr + row)
@@ -317,12 +325,14 @@ def select_kernel(
     else:
         last = pages - window_pages
         wanted = M - 1 - window_pages
+        tl.store(ids_ptr, 0)
+        tl.store(ids_ptr + M - window_pages + off_m, last + off_m, mask=off_m < window_pages)
         off_c = tl.arange(0, BLOCK_C)
-        if GROUP == 0:
-            page = off_c
-            key = tl.load(keys_ptr + page, mask=page < (last + 15) // 16 * 16, other=-1)
+        if (GROUP == 0) | (last <= BLOCK_C):
+            key = tl.load(keys_ptr + off_c, mask=off_c < (last + 15) // 16 * 16, other=-1)
             low, stop = ends(key, M, WARPS)
-        else:
+            choose(ids_ptr, off_c, key, low, stop, wanted, WARPS)
+        elif GROUP > 0:
             groups = (last + GROUP - 1) // GROUP
             at = maxima_ptr + row * stride_m_b + head * stride_m_h + off_c
             most = tl.load(at, mask=off_c < (groups + 3) // 4 * 4, other=-1)
@@ -343,13 +353,7 @@ def select_kernel(
             page = tl.reshape(page, (SLOTS * GROUP,))
             key = tl.reshape(key, (SLOTS * GROUP,))
             # Where K groups reach `low`, so do K pages; fewer groups are all of them.
-            low = tl.where(count < wanted, 0, low)
-            stop = top
-        low, stop, need, _ = search(key, low, stop, wanted + 1, wanted, wanted, WARPS)
-        place = places(key, low, stop, need)
-        tl.store(ids_ptr, 0)
-        tl.store(ids_ptr + 1 + place, page, mask=place >= 0)
-        tl.store(ids_ptr + M - window_pages + off_m, last + off_m, mask=off_m < window_pages)
+            choose(ids_ptr, page, key, tl.where(count < wanted, 0, low), top, wanted, WARPS)
 
 
 class Plan(NamedTuple):

@@ -321,9 +321,11 @@ FUSED = [(8, 64), (12, 4160), (12, 4161), (600, 4200)]
 @pytest.mark.parametrize(("pages", "N"), FUSED)
 @pytest.mark.parametrize("kind", ["random", "equal", "two values", "nan", "marked"])
 def test_two_launches_select_what_the_shares_do(pages, N, kind):
-    """Rows of no page, of one token, of M pages, of one more, and of all that the table holds."""
-    log_mass, total = masses_of(kind, 5, N)
-    lens = ids(0, 1, 16 * pages, 16 * pages + 1, 16 * N)
+    """Rows of no page, of one token, of M pages, of one more, of as many as fit at once, and of all that there are."""
+    fits = select_op.plan(N, pages).block_c + 2
+    lengths = [0, 1, 16 * pages, 16 * pages + 1, 16 * fits, 16 * fits + 1, 16 * N]
+    log_mass, total = masses_of(kind, len(lengths), N)
+    lens = ids(*lengths)
     options = {"page": 16, "pages": pages, "window_pages": 2}
     got = select_op.select_from_mass(log_mass, total, lens, 2, **options)
     share = select_op.share(log_mass, total, 2)

@@ -87,8 +87,8 @@ class CudaBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """No."""
-        return False
+        """A row's scores, pages and output do not depend on the rows beside it."""
+        return True
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:

@@ -263,6 +263,7 @@ def test_gpu_backend_loads_on_its_version_and_refuses_what_it_cannot_serve():
         "attn_type": "decoder",
     }
     assert backend.validate_configuration(**good) == []
+    assert backend.validate_configuration(**good, use_batch_invariant=True) == []
     for change, word in (
         ({"head_size": 48}, "head width"),
         ({"dtype": torch.float32}, "dtype"),
@@ -274,7 +275,6 @@ def test_gpu_backend_loads_on_its_version_and_refuses_what_it_cannot_serve():
         ({"attn_type": "encoder_only"}, "encoder"),
         ({"has_sliding_window": True}, "sliding-window"),
         ({"use_non_causal": True}, "non-causal"),
-        ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT"),
         ({"use_pcp": True}, "--prefill-context-parallel-size"),
     ):
         (reason,) = backend.validate_configuration(**(good | change))

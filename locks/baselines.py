@@ -87,6 +87,10 @@ class _Baseline:
         """What pages of the rows [n] are encoded by: of one context's factors, all by the same."""
         return state
 
+    def _settled(self, state: PageState) -> bool:
+        """Whether encoding a page changes nothing but what is kept of it."""
+        return True
+
     def allocate(self, k_cache: Tensor, carry: PageState | None = None) -> PageState:
         """State for a key cache [num_blocks, Hkv, block, D]; `carry` is the state of its first blocks."""
         dims: dict[str, int] = {}
@@ -117,7 +121,16 @@ class _Baseline:
         first = torch.zeros_like(seq_lens) if start is None else start // self.page
         count = total if max_new_pages is None else min(max_new_pages, total)
         pages = first.long()[:, None] + torch.arange(count, device=seq_lens.device)
-        row, column = ((pages < (seq_lens // self.page)[:, None]) & (pages < total)).nonzero(as_tuple=True)
+        filled = (pages < (seq_lens // self.page)[:, None]) & (pages < total)
+        # A decode step does not wait for the device to learn which rows have filled a page: the others do what the
+        # first of those does, and where there is none all write what is there.
+        waits = max_new_pages != 1 or total == 0 or not self._settled(state)
+        if waits:
+            row, column = filled.nonzero(as_tuple=True)
+        else:
+            row, column = torch.arange(len(seq_lens), device=seq_lens.device), 0
+            row = torch.where(filled[:, 0], row, filled[:, 0].int().argmax()) if len(row) else row
+            pages = pages.clamp(max=total - 1)
         if row.numel() == 0:
             return
         page = pages[row, column]
@@ -128,7 +141,8 @@ class _Baseline:
         fresh = self._encode(self._of_rows(state, row), keys)
         fresh = (*fresh[:-1], torch.where(finite[..., None], fresh[-1], math.nan))
         for part, rows in zip(state.parts, fresh, strict=True):
-            part[block, :, slot] = rows.to(part.dtype)
+            made = rows.to(part.dtype)
+            part[block, :, slot] = made if waits else torch.where(filled.any(), made, part[block, :, slot])
 
     def page_mass(
         self,
@@ -341,6 +355,9 @@ class SharedBasis(_Baseline):
                 checks.tensor(name, value, axes, dims, dtypes=[torch.bfloat16], device=k_cache.device)
             state.factors = self.factors
         return state
+
+    def _settled(self, state: PageState) -> bool:
+        return state.factors is not None
 
     def _encode(self, state: PageState, keys: Tensor) -> tuple[Tensor, ...]:
         if state.factors is None:

@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,34 +94,62 @@ class Stats:
     dense_bytes: int = 0
 
 
+class _Weights(NamedTuple):
+    """What a layer's counts are multiplied with: tokens of a page, KV heads, bytes of a token's key and value, and what
+    ranking reads of a KV head: `scan` bytes and `scan_page` more for each page.
+    """
+
+    page: int
+    heads: int
+    kv: int
+    scan: float
+    scan_page: float
+
+
 class _Counter:
     """One layer's counts; what depends on lengths is summed on the device, so that nothing waits for it."""
 
     def __init__(self) -> None:
         self.decode_rows = self.sparse_rows = self.dense_rows = 0
-        # pages, attended tokens, context tokens, summary bytes, page bytes, dense bytes
-        self.sums: Tensor | None = None
+        # Pages that were attended to, and the sums of `_lengths`; in place, so that a graph's replays count too.
+        self.sums: dict[_Weights, tuple[Tensor, Tensor]] = {}
 
-    def sparse(self, layer: PagedLayer, counts: Tensor) -> None:
-        ranker, lengths = layer.config.ranker, layer.seq_lens.double()
-        rows, heads = counts.shape
-        width = layer.k_cache.shape[-1]
-        pages = num_pages(layer.seq_lens, ranker.page)
-        context = heads * lengths.sum()
-        # The newest page is always read, as far as it goes.
-        missing = heads * (pages * ranker.page - layer.seq_lens).sum()
-        attended = counts.sum() * ranker.page - missing
-        fixed = ranker.scan_bytes(width, 0)
-        each = ranker.scan_bytes(width, 1) - fixed
-        scanned = heads * (fixed * rows + each * (pages - 1).clamp(min=0).sum())
-        kv = 2 * (width + layer.v_cache.shape[-1])
-        step = torch.stack([counts.sum(), attended, context, scanned, kv * attended, kv * context])
-        self.sums = step if self.sums is None else self.sums + step
-        self.sparse_rows += rows
+    def sparse(self, layer: PagedLayer, counts: Tensor, lengths: Tensor) -> None:
+        ranker, width = layer.config.ranker, layer.k_cache.shape[-1]
+        scan = ranker.scan_bytes(width, 0)
+        weights = _Weights(
+            ranker.page,
+            counts.shape[1],
+            2 * (width + layer.v_cache.shape[-1]),
+            scan,
+            ranker.scan_bytes(width, 1) - scan,
+        )
+        self.sparse_rows += counts.shape[0]
+        if weights not in self.sums:
+            self.sums[weights] = counts.sum(), lengths.clone()
+            return
+        attended, seen = self.sums[weights]
+        attended += counts.sum()
+        seen += lengths
 
     def read(self) -> Stats:
-        sums = [0] * 6 if self.sums is None else [round(x) for x in self.sums.tolist()]
-        return Stats(self.decode_rows, self.sparse_rows, self.dense_rows, *sums)
+        sums = [0.0] * 6
+        for weights, (counts, lengths) in self.sums.items():
+            page, heads, kv, scan, scan_page = weights
+            count, (rows, tokens, pages, ranked) = int(counts), lengths.tolist()
+            # The newest page is always read, as far as it goes.
+            attended = count * page - heads * (pages * page - tokens)
+            context, scanned = heads * tokens, heads * (scan * rows + scan_page * ranked)
+            step = (count, attended, context, scanned, kv * attended, kv * context)
+            sums = [a + b for a, b in zip(sums, step, strict=True)]
+        return Stats(self.decode_rows, self.sparse_rows, self.dense_rows, *map(round, sums))
+
+
+def _lengths(layer: PagedLayer) -> Tensor:
+    """Of a pass's rows: how many, their tokens, their pages, those of them that are ranked, [4] int64."""
+    pages = num_pages(layer.seq_lens, layer.config.ranker.page)
+    some = torch.stack([torch.ones_like(pages), layer.seq_lens, pages, (pages - 1).clamp(min=0)])
+    return some.sum(1)
 
 
 class _Handle:
@@ -134,6 +162,8 @@ class _Handle:
         self.cache_name = _cache_name(base)
         self.probing = False
         self.counters: dict[int, _Counter] = {}
+        # Of the pass at hand, for each page size: all layers of a cache hold equally many tokens.
+        self.lengths: dict[int, Tensor] = {}
         self.hook = self.base.register_forward_pre_hook(self.before, with_kwargs=True)
 
     def before(
@@ -163,6 +193,7 @@ class _Handle:
         if some.columns and len(layers) == len(cache.layers):
             # Nobody reads a mask then, and making one would wait for the device at every step.
             kwargs["attention_mask"] = None
+        self.lengths.clear()
         for i, layer in layers.items():
             layer.expect(mask)
             if layer.columns and new == 1:
@@ -198,6 +229,13 @@ class _Handle:
 
     def counter(self, layer_idx: int) -> _Counter:
         return self.counters.setdefault(layer_idx, _Counter())
+
+    def lengths_of(self, layer: PagedLayer) -> Tensor:
+        """`_lengths`, made once a pass."""
+        page = layer.config.ranker.page
+        if page not in self.lengths:
+            self.lengths[page] = _lengths(layer)
+        return self.lengths[page]
 
 
 def _real(mask: Any, layer: PagedLayer, rows: int, new: int) -> Tensor | None:
@@ -267,7 +305,7 @@ def _attention(
         if dropout:
             raise ValueError(f"dropout: expected 0 at a decode step, got {dropout}; call model.eval()")
         out, counts = _decode(index, layer, budget, q, scale)
-        counter.sparse(layer, counts)
+        counter.sparse(layer, counts, handle.lengths_of(layer))
         return out[:, None], None
     counter.dense_rows += query.shape[0]
     if step and not dropout and _in_place(layer, q):

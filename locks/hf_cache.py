@@ -159,7 +159,7 @@ class PagedLayer(CacheLayerMixin):
         new = key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._reserve(self.columns + new)
+        self.reserve(self.columns + new)
         real = None if mask is None else mask[:, self.columns :].to(self.seq_lens.device)
         self.start = self.seq_lens.clone()
         self._write(key_states, value_states, real)
@@ -303,7 +303,7 @@ class PagedLayer(CacheLayerMixin):
         twin.is_initialized = True
         return twin
 
-    def _reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Makes room for rows of `tokens` tokens."""
         rows, width = self.block_table.shape
         if tokens <= width * BLOCK:

@@ -326,3 +326,39 @@ def test_budgets_by_name():
         methods.parse_budgets("100")
     with pytest.raises(ValueError, match="budget: expected at least 48 tokens"):
         methods.parse_budgets("32")
+
+
+@pytest.mark.parametrize("spec", [None, "locks-r8", "locks-r2+8@1-1", "oracle", "quest", "shared-r2", "streaming"])
+def test_replayed_steps_say_what_steps_say(model, rows, spec: str | None):
+    method = None if spec is None else methods.parse_methods(spec)[0]
+    texts = [Forced(row[-1:] + list(range(40)), [7, 8, 9]) for row in rows]
+    with engine.enabled(model):
+        prefilled = engine.prefill(model, [row[:-1] for row in rows])
+        made, read, traffic = [], [], []
+        # On one batch, so that each finds the cache as the one before left it.
+        for replays in (False, True, False, True):
+            selector = None if method is None else method.make(64, 2)
+            one = engine.Session(model, prefilled, selector, replays=replays)
+            for budget in (None,) if method is None else (64, 96, 512):
+                one.rewind(budget)
+                made.append(one.generate(last(rows), [40, 3, 25], []))
+                traffic.append(one.traffic())
+                one.rewind(budget)
+                read.append([(text.right, pytest.approx(text.nll, rel=1e-5)) for text in one.read(texts)])
+    for found in (made, read, traffic):
+        each = len(found) // 4
+        assert found[:each] == found[each : 2 * each] == found[2 * each : 3 * each] == found[3 * each :]
+
+
+def test_a_replay_decodes_behind_a_prompt_that_outgrows_its_room(model, rows):
+    (method,) = methods.parse_methods("locks-r8")
+    with engine.enabled(model):
+        prefilled = engine.prefill(model, [rows[0][:-1]])
+        room = prefilled.cache.layers[0].block_table.shape[1]
+        made = []
+        for replays in (True, False):
+            one = engine.Session(model, prefilled, method.make(64), replays=replays)
+            one.rewind(64)
+            made.append(one.generate([rows[0][-1:]], [180], []))
+        assert prefilled.cache.layers[0].block_table.shape[1] > room
+    assert made[0] == made[1]

@@ -19,6 +19,7 @@ from locks import hf
 from locks.quality.evictors import Evictor
 from locks.quality.example import Forced, Read
 from locks.quality.held import Watch, hold, watched
+from locks.quality.replay import Replay
 
 # The sampling of the reasoning tasks.
 TEMPERATURE, TOP_P, TOP_K = 0.6, 0.95, 20
@@ -29,13 +30,15 @@ class Prefilled:
     """A batch's prompts in a cache, but for their last tokens.
 
     cache: without summaries, a row a prompt, shorter rows padded behind their end; lengths: [B] tokens of a row;
-    width: of the longest; watch: what evictors have to know of them, where there are some.
+    width: of the longest; watch: what evictors have to know of them, where there are some; real: [B, width] bool, what
+    is no padding, None where nothing is.
     """
 
     cache: hf.PagedCache
     lengths: Tensor
     width: int
     watch: Watch | None = None
+    real: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,14 @@ def prefill(
     cache = hf.PagedCache(model.config, hf.LocksConfig(budget=None))
     # Padding behind a row's end is seen by no token before it, so the pass needs no mask ...
     model(ids, **hf.cache_argument(model, cache), logits_to_keep=1)
+    real = None
     if min(map(len, rows)) < width:
         # ... and is forgotten: the row's next token takes its place.
         real = torch.arange(width, device=model.device) < lengths[:, None]
         for layer in _paged(cache):
             layer.mask = real
             layer.seq_lens.copy_(lengths)
-    return Prefilled(cache, lengths, width, watch)
+    return Prefilled(cache, lengths, width, watch, real)
 
 
 class Session:
@@ -117,10 +121,20 @@ class Session:
         prefilled: the batch, watched if the selector is an evictor.
         selector: a selector, one for each of the model's layers, or an evictor; None for full attention.
         repeats: rows that follow each prompt.
+        replays: whether answers are decoded by a `Replay`, where the batch's own cache is decoded on; None for on a
+            GPU.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: Any, prefilled: Prefilled, selector: Any, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prefilled: Prefilled,
+        selector: Any,
+        repeats: int = 1,
+        *,
+        replays: bool | None = None,
+    ) -> None:
         self.model, self.selector = model, selector
         self.prefilled, self.repeats = prefilled, repeats
         self.cache = prefilled.cache
@@ -129,6 +143,8 @@ class Session:
         # An evictor's rows are as long as what they hold, and know it.
         self.ragged = not self.evicts and bool((self.lengths < self.width).any())
         self.taken = 0
+        self._replay: Replay | None = None
+        self._replays = False
         if self.evicts:
             return
         if repeats > 1:
@@ -137,8 +153,8 @@ class Session:
         self.source = None if len(_paged(self.cache)) == len(self.cache.layers) else self.cache
         if self.source is not None:
             return
-        if self.cache.get_seq_length() > self.width:
-            self.cache.crop(self.width)
+        self._replays = repeats == 1 and (self.lengths.is_cuda if replays is None else replays)
+        self._back()
         config = hf.LocksConfig(budget=None, selector=selector)
         for index, layer in _numbered(self.cache):
             layer.state = None
@@ -151,17 +167,30 @@ class Session:
     def rewind(self, budget: int | None) -> None:
         """Back to the prompts, from now on with another budget; None is full attention's."""
         hf.reset_stats(self.model)
+        # Its graph's memory is free for the next one.
+        self._replay = None
         if self.evicts:
             self._hold(budget)
             return
         config = hf.LocksConfig(budget=budget, selector=self.selector)
         if self.source is not None:
             self.cache = hf.fork(self.source, config)
-        elif self.taken:
-            self.cache.crop(self.width)
+        else:
+            self._back()
         self.taken = 0
         for index, layer in _numbered(self.cache):
             layer.config = config.of_layer(index)
+
+    def _back(self) -> None:
+        """The rows' cache as it was behind the prompts."""
+        if self.repeats > 1:
+            # Rows of a prompt share blocks.
+            if self.cache.get_seq_length() > self.width:
+                self.cache.crop(self.width)
+            return
+        for layer in _paged(self.cache):
+            layer.columns, layer.mask = self.width, self.prefilled.real
+            layer.seq_lens.copy_(self.lengths)
 
     def _hold(self, budget: int | None) -> None:
         batch = self.prefilled
@@ -172,7 +201,10 @@ class Session:
         self.taken = 0
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] after one more token [B] of every row."""
+        """Logits [B, V] after one more token [B] of every row; the next step may overwrite them."""
+        if self._replay is not None:
+            self.taken += 1
+            return self._replay.step(tokens)
         mask = None
         if self.ragged:
             columns = torch.arange(self.width + self.taken + 1, device=tokens.device)
@@ -192,7 +224,7 @@ class Session:
         stats = hf.stats(self.model)
         read = None
         if stats.sparse_rows:
-            steps = stats.sparse_rows / len(paged)
+            steps = self.taken * len(self.lengths)
             read = (stats.summary_bytes + stats.page_bytes) / steps
             if not self.evicts:
                 return Traffic(read, stats.dense_bytes / steps)
@@ -202,6 +234,11 @@ class Session:
         # The mean length over the steps.
         dense = token * (float(self.lengths.double().mean()) + (self.taken + 1) / 2)
         return Traffic(dense if read is None else read, dense)
+
+    def _expect(self, steps: int) -> None:
+        """Gets ready for at most so many steps from the prompts' end."""
+        if self._replays and not self.taken:
+            self._replay = Replay(self.model, self.cache, self.lengths, steps)
 
     @torch.inference_mode()
     def generate(
@@ -221,6 +258,7 @@ class Session:
         """
         device = self.lengths.device
         fed = torch.tensor([list(tail) for tail in tails], device=device)
+        self._expect(fed.shape[1] + max(limits))
         for column in fed.unbind(1):
             logits = self.step(column)
         most = torch.tensor(limits, device=device)
@@ -251,6 +289,7 @@ class Session:
         fed = torch.tensor([text.feed + [0] * (width - len(text.feed)) for text in texts], device=device)
         wants = [text.targets for text in texts]
         target = torch.tensor([want + [-1] * (width - len(want)) for want in wants], device=device)
+        self._expect(width)
         right = torch.zeros(len(texts), dtype=torch.long, device=device)
         loss = torch.zeros(len(texts), dtype=torch.float64, device=device)
         for column, wanted in zip(fed.unbind(1), target.unbind(1), strict=True):

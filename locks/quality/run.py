@@ -49,6 +49,7 @@ class Plan:
         tail: tokens of a prompt that are read a step at a time, at least 1.
         seed: of what is drawn while answering.
         least: where full attention's score of a batch lies below it, the batch has no other line.
+        replays: as of `engine.Session`.
     """
 
     tasks: Sequence[Task]
@@ -60,6 +61,7 @@ class Plan:
     tail: int = 1
     seed: int = 42
     least: float = 0.0
+    replays: bool | None = None
 
     @property
     def configs(self) -> list[Config]:
@@ -164,7 +166,7 @@ def _answer(
     )
     for method, mine in lines.items():
         if mine:
-            session = engine.Session(model, prefilled, makers[method], repeats)
+            session = engine.Session(model, prefilled, makers[method], repeats, replays=plan.replays)
         for config in mine:
             began = time.perf_counter()
             session.rewind(config.budget)

@@ -1,0 +1,89 @@
+"""Decode steps of a prefilled batch as one CUDA graph: a token costs the host one launch in place of thousands.
+
+A small model's step takes the device a fraction of the time that the host needs to launch it, and processes that
+share a device take turns at it. So the first token of an answer is decoded as ever, the second is captured, and the
+others are replays: inputs, lengths, keys and summaries stay at their addresses, and the table is as wide as the last
+token will need. Where nothing can be captured (on a CPU) the same step is run instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locks import hf
+
+_log = logging.getLogger(__name__)
+
+
+class Replay:
+    """Steps of a batch whose layers are all paged, each row with blocks of its own.
+
+    Args:
+        model: that `engine.enabled` prepared.
+        cache: the batch's, which nothing else may grow meanwhile; rows may be of different lengths, without a mask.
+        lengths: [B] tokens of a row.
+        most: steps to come, at most.
+    """
+
+    def __init__(self, model: Any, cache: hf.PagedCache, lengths: Tensor, most: int) -> None:
+        self.model, self.cache = model, cache
+        self.layers = [layer for layer in cache.layers if isinstance(layer, hf.PagedLayer)]
+        self.columns = cache.get_seq_length() + most
+        for layer in self.layers:
+            layer.mask = None
+            layer.reserve(self.columns)
+        self.token = lengths.new_zeros((len(lengths), 1))
+        self.position = lengths[:, None].clone()
+        self.taken = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+        self._captures = lengths.device.type == "cuda"
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after one more token [B] of every row; the next step overwrites them."""
+        self.token.copy_(tokens[:, None])
+        # What the first step finds out about shapes and kernels is known when the second is captured.
+        if self._captures and self.taken == 1:
+            self._capture()
+        self.taken += 1
+        if self._graph is None or self._logits is None:
+            return self._advance()
+        self._graph.replay()
+        return self._logits
+
+    def _advance(self) -> Tensor:
+        for layer in self.layers:
+            # As wide as it will get, so that no shape depends on the step; how long rows are their lengths say.
+            layer.columns = self.columns - 1
+        out = self.model(self.token, position_ids=self.position, **hf.cache_argument(self.model, self.cache))
+        self.position += 1
+        return out.logits[:, -1]
+
+    def _capture(self) -> None:
+        graph, stream = torch.cuda.CUDAGraph(), _stream(self.token.device)
+        stream.wait_stream(torch.cuda.current_stream(self.token.device))
+        try:
+            with torch.cuda.stream(stream):
+                # Other threads of the process may use the device meanwhile.
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    logits = self._advance()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            # Nothing of it ran, so the step is done as ever.
+            _log.warning("a decode step cannot be captured: %s", str(error).partition("\n")[0])
+            self._captures = False
+            return
+        torch.cuda.current_stream(self.token.device).wait_stream(stream)
+        self._graph, self._logits = graph, logits
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

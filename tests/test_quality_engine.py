@@ -328,7 +328,9 @@ def test_budgets_by_name():
         methods.parse_budgets("32")
 
 
-@pytest.mark.parametrize("spec", [None, "locks-r8", "locks-r2+8@1-1", "oracle", "quest", "shared-r2", "streaming"])
+@pytest.mark.parametrize(
+    "spec", [None, "locks-r8", "locks-r2+8@1-1", "oracle", "quest", "shared-r2", "streaming"]
+)
 def test_replayed_steps_say_what_steps_say(model, rows, spec: str | None):
     method = None if spec is None else methods.parse_methods(spec)[0]
     texts = [Forced(row[-1:] + list(range(40)), [7, 8, 9]) for row in rows]

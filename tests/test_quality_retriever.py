@@ -1,5 +1,6 @@
 """The retriever: widening changes nothing, lessons end in the answers that RULER scores, training resumes."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import torch
 
 from locks.models import load_smollm2
 from locks.quality import ruler_lists, ruler_niah
+from locks.quality.log import Log
 from locks.quality.scores import match_all
 from locks.quality.text import all_words, read_prose
 from tests.quality_model import save_model
@@ -323,3 +325,58 @@ def test_ruler_in_parts_and_processes_leaves_what_it_has_and_goes_on(tmp_path: P
     } <= set(whole["rows"][0])
     # No time: nothing is begun, and the file says the same.
     assert call("--least", "0", "--minutes", "0")["rows"] == whole["rows"]
+
+
+def test_a_model_is_given_other_positions_than_it_was_trained_with(tmp_path: Path):
+    ruler = script("ruler")
+    save_model(tmp_path)
+    own = json.loads((tmp_path / "config.json").read_text())
+    longer = {"rope_type": "default", "rope_theta": 8 * 10_000.0}
+    assert ruler.parse_rope("theta=80000", tmp_path) == longer
+    yarn = ruler.parse_rope("yarn=8", tmp_path)
+    assert yarn["original_max_position_embeddings"] == own["max_position_embeddings"] == 2048
+    (tmp_path / "recipe.json").write_text(json.dumps({"length": 1024}))
+    yarn = ruler.parse_rope("yarn=8", tmp_path)
+    assert yarn["original_max_position_embeddings"] == 1024
+
+    plain, wide, turned = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(3))
+    ruler.extend(wide, longer, 4096)
+    ruler.extend(turned, yarn, 4096)
+    assert wide.config.max_position_embeddings == turned.config.max_position_embeddings == 4096
+    exponents = torch.arange(0, 64, 2) / 64
+    torch.testing.assert_close(wide.model.rotary_emb.inv_freq, 80_000.0**-exponents)
+    # YaRN leaves the fastest pairs as they are and slows the slowest by its factor; cosines are scaled.
+    slower = turned.model.rotary_emb.inv_freq / plain.model.rotary_emb.inv_freq
+    assert slower[0] == pytest.approx(1)
+    assert slower[-1] == pytest.approx(1 / 8)
+    assert turned.model.rotary_emb.attention_scaling > 1
+    ids = torch.randint(200, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        said = [model(ids).logits for model in (plain, wide, turned)]
+    assert not torch.allclose(said[0], said[1], atol=1e-3)
+    assert not torch.allclose(said[0], said[2], atol=1e-3)
+    for wrong in ("theta", "theta=0", "theta=-1", "yarn=a", "linear=2", "8"):
+        with pytest.raises(ValueError, match="rope: expected theta=FLOAT or yarn=FACTOR, got"):
+            ruler.parse_rope(wrong, tmp_path)
+
+
+def test_what_another_call_does_is_passed_over(tmp_path: Path):
+    ruler = script("ruler")
+    model = save_model(tmp_path / "model")
+    setup = ruler.Setup(
+        model, tmp_path / "logs", 1200, 1, "locks-r8", "64,full", 0.0, 1, 42, None, time.time() + 600
+    )
+    file = tmp_path / "logs" / "niah_single_1-0.jsonl"
+    with Log(file, {"of": "another"}):
+        ruler.job(setup, "niah_single_1", 0, 1)
+        assert len(file.read_text().splitlines()) == 1
+    file.unlink()
+    ruler.job(setup, "niah_single_1", 0, 1)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row.get("selector") for row in rows] == [None, "full", "locks-r8"]
+    # Other positions are another run's.
+    turned = dataclasses.replace(setup, rope="theta=80000", logs=tmp_path / "turned")
+    ruler.job(turned, "niah_single_1", 0, 1)
+    header, *more = (json.loads(line) for line in (turned.logs / file.name).read_text().splitlines())
+    assert header == {**rows[0], "rope": "theta=80000"}
+    assert [row["answer"] for row in more] != [row["answer"] for row in rows[1:]]

@@ -3,20 +3,25 @@
     python bench/quality/ruler.py --model out/retriever --length 16384 --examples 100 --minutes 4
 
 Jobs are parts of a task's examples; the first parts of all tasks come first. Each job keeps a log of its own, which a
-later call goes on from. The result file is written anew from all logs every minute and at the end, so a run that is
-cut (or interrupted) leaves what it has; it exits with 1, as does one that lacks examples. A task whose full-attention
-score is below --least is named and is in no selector's mean. The rows of a batch share a step's launches, so few
-processes with large batches launch less than many with small ones (not timed against each other).
+later call goes on from; calls at the same time share the jobs, each passing over those that another one does. The
+result file is written anew from all logs every minute and at the end, so a run that is cut (or interrupted) leaves what
+it has; it exits with 1, as does one that lacks examples. A task whose full-attention score is below --least is named
+and is in no selector's mean. The rows of a batch share a step's launches, so few processes with large batches launch
+less than many with small ones (not timed against each other). With --rope a model is tried beyond the length that it
+was trained at.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import functools
 import json
 import multiprocessing
+import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +36,7 @@ from locks import doctor
 from locks.models import load_model
 from locks.quality import command, figure, ruler, run, summary
 from locks.quality.example import Task
-from locks.quality.log import Log, Row
+from locks.quality.log import BusyError, Log, Row
 from locks.quality.methods import parse_budgets, parse_methods
 from locks.quality.text import read_prose
 
@@ -56,6 +61,8 @@ class Setup:
     seed: int
     haystack: Path | None
     deadline: float
+    rope: str = ""
+    replays: bool | None = None
 
 
 class OutOfTimeError(Exception):
@@ -75,6 +82,7 @@ def plan_of(setup: Setup, tasks: Sequence[Task]) -> run.Plan:
         seed=setup.seed,
         # A batch far below the bar is spared; what lies near it is decided by all of a task's examples.
         least=max(0.0, setup.least / 100 - 0.25),
+        replays=setup.replays,
     )
 
 
@@ -92,20 +100,55 @@ def tasks_of(setup: Setup, names: Sequence[str], tokenizer: Any) -> list[Task]:
 
 
 @functools.cache
-def load(path: Path) -> tuple[Any, Any]:
+def load(path: Path, rope: str, length: int) -> tuple[Any, Any]:
     """The model, once a process; the processes take turns at the devices."""
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         (number, *_) = multiprocessing.current_process()._identity  # pyright: ignore[reportAttributeAccessIssue]
         torch.cuda.set_device(number % torch.cuda.device_count())
-    return load_model(path)
+    model, tokenizer = load_model(path)
+    if rope:
+        extend(model, parse_rope(rope, path), length)
+    return model, tokenizer
+
+
+def parse_rope(text: str, path: Path) -> dict[str, Any]:
+    """transformers' `rope_parameters` for "theta=FLOAT" or "yarn=FACTOR", of a model directory.
+
+    YaRN starts from the length that the recipe says the model was trained at, else from its config's.
+
+    Raises:
+        ValueError: something else.
+    """
+    kind, _, said = text.partition("=")
+    if kind not in ("theta", "yarn") or not re.fullmatch(r"\d+(\.\d+)?", said) or not float(said):
+        raise ValueError(f"rope: expected theta=FLOAT or yarn=FACTOR, got {text!r}")
+    if kind == "theta":
+        return {"rope_type": "default", "rope_theta": float(said)}
+    config = json.loads((path / "config.json").read_text())
+    recipe = path / "recipe.json"
+    trained = json.loads(recipe.read_text()) if recipe.is_file() else {}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "factor": float(said),
+        "original_max_position_embeddings": trained.get("length", config["max_position_embeddings"]),
+    }
+
+
+def extend(model: Any, rope: dict[str, Any], length: int) -> None:
+    """Gives the model other rotary positions, in place, and room for `length` tokens; nothing is trained."""
+    config, decoder = model.config, model.get_decoder()
+    config.rope_parameters = rope
+    config.max_position_embeddings = max(length, config.max_position_embeddings)
+    decoder.rotary_emb = type(decoder.rotary_emb)(config).to(model.device)
 
 
 def job(setup: Setup, name: str, first: int, last: int) -> None:
     """Answers examples first..last-1 of one task, as far as the time allows."""
     if time.time() > setup.deadline:
         return
-    model, tokenizer = load(setup.model)
+    model, tokenizer = load(setup.model, setup.rope, setup.length)
     (task,) = tasks_of(setup, [name], tokenizer)
     part = dataclasses.replace(task, first=first, count=last)
 
@@ -118,12 +161,15 @@ def job(setup: Setup, name: str, first: int, last: int) -> None:
         "length": setup.length,
         "seed": setup.seed,
         "haystack": None if setup.haystack is None else setup.haystack.name,
+        # Logs of models as they are have no word of it.
+        **({"rope": setup.rope} if setup.rope else {}),
     }
-    with Log(setup.logs / f"{name}-{first}.jsonl", header) as log:
-        try:
-            run.run(model, tokenizer, plan_of(setup, [part]), log, done)
-        except OutOfTimeError:
-            return
+    # Whether the time is up, or another call does the job.
+    with (
+        contextlib.suppress(OutOfTimeError, BusyError),
+        Log(setup.logs / f"{name}-{first}.jsonl", header) as log,
+    ):
+        run.run(model, tokenizer, plan_of(setup, [part]), log, done)
 
 
 def collect(setup: Setup, names: Sequence[str]) -> tuple[list[Row], list[str], list[str]]:
@@ -164,6 +210,7 @@ def write(setup: Setup, names: Sequence[str], said: str, out: Path) -> tuple[lis
         "learnt": learnt,
         "left_out": left_out,
         "least": setup.least,
+        "rope": parse_rope(setup.rope, setup.model) if setup.rope else None,
         "seed": setup.seed,
         "device": doctor.device_facts(device),
         "versions": doctor.versions(),
@@ -172,7 +219,8 @@ def write(setup: Setup, names: Sequence[str], said: str, out: Path) -> tuple[lis
         "rows": [{"model": setup.model.name, **row} for row in rows],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_suffix(".unfinished")
+    # Calls on the same logs may write at the same time.
+    beside = out.with_suffix(f".{os.getpid()}.unfinished")
     beside.write_text(json.dumps(result, indent=1) + "\n")
     beside.replace(out)
     if rows:
@@ -228,6 +276,12 @@ def main(
     minutes: Annotated[float, typer.Option(help="after which no further batch is begun")] = 60.0,
     seed: Annotated[int, typer.Option(help="of the examples")] = 42,
     haystack: Annotated[Path | None, typer.Option(help="a text file of prose")] = None,
+    rope: Annotated[
+        str, typer.Option(help="other rotary positions, untrained: theta=FLOAT or yarn=FACTOR")
+    ] = "",
+    replays: Annotated[
+        bool, typer.Option(help="on a GPU, decode an answer by replays of one CUDA graph")
+    ] = True,
     logs: Annotated[Path, typer.Option(help="directory of the logs")] = Path("out/ruler"),
     out: Annotated[Path, typer.Option(help="file to write")] = Path("bench/results/quality/ruler.json"),
 ) -> None:
@@ -250,13 +304,20 @@ def main(
         seed,
         haystack,
         time.time() + 60 * minutes,
+        rope,
+        None if replays else False,
     )
+    try:
+        _ = rope and parse_rope(rope, model)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     plan_of(setup, [])
     said = f"python bench/quality/ruler.py --model {model} --length {length} --examples {examples} --batch {batch}"
     for name, given, default in (
         ("selectors", selectors, SELECTORS),
         ("budgets", budgets, BUDGETS),
         ("tasks", tasks, ""),
+        ("rope", rope, ""),
     ):
         said += f" --{name} {given}" if given != default else ""
     parts = [

@@ -24,6 +24,10 @@ def key_of(row: Row) -> Key:
     return tuple(row[name] for name in KEYS)
 
 
+class BusyError(SetupError):
+    """Another run writes to the log."""
+
+
 class Log:
     """Rows on disk, in the order they came; open it with `with`.
 
@@ -35,7 +39,8 @@ class Log:
         header: what the rows have in common.
 
     Raises:
-        SetupError: another run writes to the file, its header differs, or a line is damaged.
+        BusyError: another run writes to the file.
+        SetupError: its header differs, or a line is damaged.
     """
 
     def __init__(self, path: Path, header: Row) -> None:
@@ -48,7 +53,7 @@ class Log:
         try:
             self._lock.acquire()
         except Timeout as error:
-            raise SetupError(f"{self.path}: another run writes to it") from error
+            raise BusyError(f"{self.path}: another run writes to it") from error
         try:
             self._open()
         except BaseException:

@@ -286,37 +286,91 @@ def vllm_serving() -> str:
     return "\n\n".join((said, under, drafted, note))
 
 
-def ruler(name: str = "ruler") -> str:
-    """Points on RULER by selector and budget, with what pairs them to the oracle."""
-    file = f"bench/results/quality/{name}.json"
-    result = json.loads((ROOT / file).read_text())
-    means = {(row["selector"], row["budget"]): row for row in result["rows"] if row["task"] == "mean"}
-    budgets = sorted({budget for _, budget in means if budget})
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"bench/results/quality/{name}.json").read_text())
 
-    def cell(row: dict[str, Any]) -> str:
-        said = f"{row['score']:.1f}" + ("" if row["n"] == means["full", None]["n"] else f" (n {row['n']})")
-        if "minus_oracle" not in row:
-            return said
-        low, high = (f"{row[f'minus_oracle_{end}']:.1f}" for end in ("low", "high"))
-        return f"{said}, {row['minus_oracle']:+.1f} ({low} to {high})"
 
-    rows = [
-        [name, *(cell(means[name, budget]) for budget in budgets)]
-        for name in dict.fromkeys(name for name, budget in means if budget)
+def _paired(row: dict[str, Any], other: str, digits: int = 1, unit: str = "") -> str:
+    """What a row has more than another, and its interval; empty where nothing pairs them."""
+    if f"minus_{other}" not in row:
+        return ""
+    low, high = (f"{row[f'minus_{other}_{end}']:.{digits}f}" for end in ("low", "high"))
+    return f", {row[f'minus_{other}']:+.{digits}f}{unit} ({low} to {high})"
+
+
+def _by_budget(rows: list[dict[str, Any]], other: str, count: int, digits: int = 1, unit: str = "") -> str:
+    """A line a selector, a column a budget; n where there are not `count` examples."""
+    found = {(row["selector"], row["budget"]): row for row in rows if row["budget"]}
+    budgets = sorted({budget for _, budget in found})
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        said = f"{row['score']:.{digits}f}" + ("" if row["n"] == count else f" (n {row['n']})")
+        return said + _paired(row, other, digits, unit)
+
+    lines = [
+        [name, *(cell(found.get((name, budget))) for budget in budgets)]
+        for name in dict.fromkeys(name for name, _ in found)
     ]
-    full, recipe = means["full", None], result["recipe"]
+    return _table(["", *(f"{budget} tokens" for budget in budgets)], lines)
+
+
+def ruler(name: str = "ruler", other: str = "oracle") -> str:
+    """Points on RULER by selector and budget, with what pairs them to the oracle or to full attention."""
+    result = _result(name)
+    means = [row for row in result["rows"] if row["task"] == "mean"]
+    # Of one task alone there is no mean.
+    means = means or [row for row in result["rows"] if row["task"] in result["learnt"]]
+    full, recipe = next(row for row in means if row["selector"] == "full"), result["recipe"]
+    named = full.get("tasks", [full["task"]])
     tasks = {row["task"]: row for row in result["rows"] if row["selector"] == "full"}
-    counts = sorted({row["n"] for name, row in tasks.items() if name in full["tasks"]})
+    counts = sorted({row["n"] for name, row in tasks.items() if name in named})
     each = " to ".join(str(n) for n in (counts[:1] + counts[-1:])[: len(counts)])
     left = ", ".join(f"{name} ({tasks[name]['score']:.1f})" for name in result["left_out"])
+    partner = "the oracle" if other == "oracle" else "full attention"
+    of = f"mean of {len(named)} tasks" if len(named) > 1 else named[0]
     note = (
-        f"Points, mean of {len(full['tasks'])} tasks at {full['length']:,} tokens, and the paired difference from the "
-        f"oracle; full attention {full['score']:.1f}; {full['n']} examples, {each} a task; "
+        f"Points, {of} at {full['length']:,} tokens, and the paired difference from "
+        f"{partner}; full attention {full['score']:.1f}; {full['n']} examples, {each} a task; "
         f"left out, with full attention's points: {left or 'none'}. {recipe['seconds'] / 60:.1f} minutes of training "
         f"on one {result['device']['name']} (D = {recipe['head_dim']}, G = {recipe['group']}, {recipe['layers']} "
-        f"layers); `{file}`, by `{result['command']}`."
+        f"layers){_rope(result)}; `bench/results/quality/{name}.json`, by `{result['command']}`."
     )
-    return _table(["", *(f"{budget} tokens" for budget in budgets)], rows) + "\n\n" + note
+    return _by_budget(means, other, full["n"]) + "\n\n" + note
+
+
+def _rope(result: dict[str, Any]) -> str:
+    """How the model came to be used beyond the length that it was trained at, if it was."""
+    rope = result.get("rope")
+    if rope is None:
+        return ""
+    by = (
+        f"YaRN's factor {rope['factor']:g}"
+        if rope["rope_type"] == "yarn"
+        else f"theta {rope['rope_theta']:,.0f}"
+    )
+    return f" at {result['recipe']['length']:,} tokens, its rotary positions given {by} without training"
+
+
+def reading(name: str) -> str:
+    """Perplexity, or the share of noted numbers' digits, by selector and budget, with what pairs them to full."""
+    result = _result(name)
+    full = next(row for row in result["rows"] if row["selector"] == "full")
+    forced = full["unit"] == "perplexity"
+    digits = 2 if forced else 1
+    what = (
+        f"Perplexity of the last 256 of {full['length']:,} tokens of prose, each read in a sparse step"
+        if forced
+        else "Points: the share right of the digits of eight numbers, noted in the first quarter of "
+        f"{full['length']:,} decoded tokens"
+    )
+    note = (
+        f"{what}, and the paired difference from full attention ({full['score']:.{digits}f}"
+        f"{'; in percent' if forced else ''}); {result['model']}, {full['n']} examples; {result['device']['name']}, "
+        f"{result['dtype']}; `bench/results/quality/{name}.json`, by `{result['command']}`."
+    )
+    return _by_budget(result["rows"], "full", full["n"], digits, " %" if forced else "") + "\n\n" + note
 
 
 TABLES = {
@@ -329,6 +383,9 @@ TABLES = {
     "vllm_serving": vllm_serving,
     "ruler": ruler,
     "ruler_by_layer": functools.partial(ruler, "ruler_by_layer"),
+    "ruler_long": functools.partial(ruler, "ruler_long", "full"),
+    "perplexity": functools.partial(reading, "perplexity"),
+    "longgen": functools.partial(reading, "longgen"),
 }
 
 
@@ -336,6 +393,7 @@ def render(text: str) -> str:
     """The README's text with every table made anew."""
     for name, make in TABLES.items():
         pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        # A table that has no place in the text needs no result either.
         text = pattern.sub(lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text)
     return text
 

@@ -339,3 +339,45 @@ def test_a_run_of_evictors_goes_on_where_it_was_killed(model_dir: Path, tmp_path
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "needles.jsonl").write_text("".join(text[:3]) + text[3][:30])
     assert evaluate(tmp_path / "cut") == whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replayed_steps_of_an_evictor_say_what_steps_say(model, name: str):
+    evictor = EVICTORS[name]()
+    # All full at once, then only some of them.
+    for prompts in (ids(50, 50), ids(200, 40)):
+        with engine.enabled(model):
+            batch = engine.prefill(model, [row[:-1] for row in prompts], [evictor])
+            made, traffic = [], []
+            for replays in (False, True):
+                session = engine.Session(model, batch, evictor, replays=replays)
+                session.rewind(64)
+                made.append(answer(session, prompts, 40))
+                traffic.append(session.traffic())
+            assert made[0] == made[1]
+            assert traffic[0] == traffic[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_step_does_to_the_counts_is_known_before_it(model, name: str):
+    prompts, evictor = ids(50, 50), EVICTORS[name]()
+    with engine.enabled(model), torch.inference_mode():
+        session = engine.Session(
+            model, engine.prefill(model, [row[:-1] for row in prompts], [evictor]), evictor
+        )
+        session.rewind(64)
+        (layer, _) = session.cache.layers
+        assert isinstance(layer, held.HeldLayer)
+        kinds = []
+        for token in range(60):
+            before, kind = layer.held, layer.kind
+            session.step(torch.tensor([token, token]))
+            after = layer.held
+            kinds.append(kind)
+            assert kind == (after[0] <= before[0])
+            layer.held = before
+            layer.follow()
+            assert layer.held == after
+        assert set(kinds) == {True, False}
+        layer.held = [64, 63]
+        assert layer.kind is None

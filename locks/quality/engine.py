@@ -121,8 +121,8 @@ class Session:
         prefilled: the batch, watched if the selector is an evictor.
         selector: a selector, one for each of the model's layers, or an evictor; None for full attention.
         repeats: rows that follow each prompt.
-        replays: whether answers are decoded by a `Replay`, where the batch's own cache is decoded on; None for on a
-            GPU.
+        replays: whether answers are decoded by a `Replay`, where layers are all paged and a row follows each prompt, or
+            the selector is an evictor; None for on a GPU.
     """
 
     @torch.inference_mode()
@@ -144,7 +144,7 @@ class Session:
         self.ragged = not self.evicts and bool((self.lengths < self.width).any())
         self.taken = 0
         self._replay: Replay | None = None
-        self._replays = False
+        self._replays = self.lengths.is_cuda if replays is None else replays
         if self.evicts:
             return
         if repeats > 1:
@@ -153,7 +153,6 @@ class Session:
         self.source = None if len(_paged(self.cache)) == len(self.cache.layers) else self.cache
         if self.source is not None:
             return
-        self._replays = repeats == 1 and (self.lengths.is_cuda if replays is None else replays)
         self._back()
         config = hf.LocksConfig(budget=None, selector=selector)
         for index, layer in _numbered(self.cache):
@@ -237,7 +236,8 @@ class Session:
 
     def _expect(self, steps: int) -> None:
         """Gets ready for at most so many steps from the prompts' end."""
-        if self._replays and not self.taken:
+        own = self.evicts or self.repeats == 1
+        if self._replays and own and not self.taken and len(_paged(self.cache)) == len(self.cache.layers):
             self._replay = Replay(self.model, self.cache, self.lengths, steps)
 
     @torch.inference_mode()

@@ -57,9 +57,10 @@ class Evictor(KeepsNothing):
             [B, Hkv, budget - buffer(budget)] int64, ascending.
         """
 
-    def observe(self, seen: Tensor, weights: Tensor, turn: int) -> None:
+    def observe(self, seen: Tensor, weights: Tensor, turn: int | Tensor) -> None:
         """Takes in the attention weights [B, Hkv, n] of decode step number `turn`, in place."""
-        seen[:, :, turn % seen.shape[2]] = weights
+        row = torch.as_tensor(turn, device=seen.device) % seen.shape[2]
+        seen.index_copy_(2, row.view(1), weights[:, :, None])
 
     def page_mass(
         self,
@@ -89,12 +90,13 @@ class Evictor(KeepsNothing):
 class Seen:
     """One layer's weights [B, Hkv, S, n], and how many decode steps they have taken in.
 
-    Step `turn` goes into row `turn % S`, which is the oldest one; below 0 it is a row of that very query's.
+    Step `turn`, a number on the device, goes into row `turn % S`, which is the oldest one; below 0 it is a row of that
+    very query's.
     """
 
     evictor: Evictor
     weights: Tensor
-    turn: int = 0
+    turn: Tensor
 
     def observe(self, weights: Tensor) -> None:
         """Takes in the attention weights [B, Hkv, n] of a step."""
@@ -170,7 +172,7 @@ class H2O(Evictor):
         """One row of sums."""
         return 1
 
-    def observe(self, seen: Tensor, weights: Tensor, turn: int) -> None:
+    def observe(self, seen: Tensor, weights: Tensor, turn: int | Tensor) -> None:
         """Adds the weights."""
         seen[:, :, 0] += weights
 

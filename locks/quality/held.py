@@ -163,7 +163,8 @@ class HeldLayer(hf.PagedLayer):
             for some in (keys, values)
         )
         # What the selector is handed at every step.
-        self.state = Seen(evictor, seen[0].new_zeros((rows, *seen[0].shape[:2], blocks * BLOCK)), -tail)
+        weights = seen[0].new_zeros((rows, *seen[0].shape[:2], blocks * BLOCK))
+        self.state = Seen(evictor, weights, torch.full((), -tail, dtype=torch.long, device=device))
         self.is_initialized = True
         for row in range(rows):
             some = torch.tensor([row], device=device)
@@ -194,14 +195,27 @@ class HeldLayer(hf.PagedLayer):
         full = [row for row, count in enumerate(self.held) if count == self.budget]
         if not full:
             return
-        rows = torch.tensor(full, device=self.seq_lens.device)
+        device = self.seq_lens.device
+        # Where all are full, as rows of one length are, nothing waits for the device.
+        every = len(full) == len(self.held)
+        rows = torch.arange(len(full), device=device) if every else torch.tensor(full, device=device)
         keys, values = self._tokens(self.k_cache, rows), self._tokens(self.v_cache, rows)
         seen = self.state.weights[rows, :, :, : self.budget]
         kept = self.evictor.keep(seen, keys, self.budget)
         self._put(rows, *_taken(kept, keys, values, seen))
         self.seq_lens[rows] = kept.shape[-1]
-        for row in full:
-            self.held[row] = kept.shape[-1]
+        self.held = [kept.shape[-1] if count == self.budget else count for count in self.held]
+
+    @property
+    def kind(self) -> bool | None:
+        """Whether the next step evicts in every row; None where it does in some."""
+        full = {count == self.budget for count in self.held}
+        return full.pop() if len(full) == 1 else None
+
+    def follow(self) -> None:
+        """Counts a step that only the device has done."""
+        less = self.evictor.buffer(self.budget)
+        self.held = [count + 1 - (less if count == self.budget else 0) for count in self.held]
 
     def _tokens(self, cache: Tensor, rows: Tensor) -> Tensor:
         """[R, Hkv, budget, D], a copy of full rows' tokens."""

@@ -3,19 +3,22 @@
 A small model's step takes the device a fraction of the time that the host needs to launch it, and processes that
 share a device take turns at it. So the first token of an answer is decoded as ever, the second is captured, and the
 others are replays: inputs, lengths, keys and summaries stay at their addresses, and the table is as wide as the last
-token will need. Where nothing can be captured (on a CPU) the same step is run instead.
+token will need. An evictor has two kinds of steps, those that evict and those that do not; where rows differ in that a
+step is run as ever. Where nothing can be captured (on a CPU) so are all, and with LOCKS_REPLAY=0 in the environment.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from locks import hf
+from locks.quality.held import HeldLayer
 
 _log = logging.getLogger(__name__)
 
@@ -36,25 +39,33 @@ class Replay:
         self.columns = cache.get_seq_length() + most
         for layer in self.layers:
             layer.mask = None
-            layer.reserve(self.columns)
+            if not isinstance(layer, HeldLayer):
+                layer.reserve(self.columns)
         self.token = lengths.new_zeros((len(lengths), 1))
         self.position = lengths[:, None].clone()
-        self.taken = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits: Tensor | None = None
-        self._captures = lengths.device.type == "cuda"
+        self._seen: set[bool] = set()
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._captures = lengths.device.type == "cuda" and os.environ.get("LOCKS_REPLAY") != "0"
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] after one more token [B] of every row; the next step overwrites them."""
         self.token.copy_(tokens[:, None])
-        # What the first step finds out about shapes and kernels is known when the second is captured.
-        if self._captures and self.taken == 1:
-            self._capture()
-        self.taken += 1
-        if self._graph is None or self._logits is None:
+        held = [layer for layer in self.layers if isinstance(layer, HeldLayer)]
+        kind = held[0].kind if held else False
+        if kind is None or not self._captures:
             return self._advance()
-        self._graph.replay()
-        return self._logits
+        if kind not in self._seen:
+            # What a first step finds out about shapes and kernels is known when the second is captured.
+            self._seen.add(kind)
+            return self._advance()
+        if kind in self._graphs:
+            for layer in held:
+                layer.follow()
+        elif not self._capture(kind, held):
+            return self._advance()
+        graph, logits = self._graphs[kind]
+        graph.replay()
+        return logits
 
     def _advance(self) -> Tensor:
         for layer in self.layers:
@@ -64,9 +75,11 @@ class Replay:
         self.position += 1
         return out.logits[:, -1]
 
-    def _capture(self) -> None:
-        graph, stream = torch.cuda.CUDAGraph(), _stream(self.token.device)
-        stream.wait_stream(torch.cuda.current_stream(self.token.device))
+    def _capture(self, kind: bool, held: list[HeldLayer]) -> bool:
+        """Captures a step, which the host counts as done and the device has yet to do; whether that succeeds."""
+        device, counts = self.token.device, [layer.held for layer in held]
+        graph, stream = torch.cuda.CUDAGraph(), _stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(stream):
                 # Other threads of the process may use the device meanwhile.
@@ -79,9 +92,12 @@ class Replay:
             # Nothing of it ran, so the step is done as ever.
             _log.warning("a decode step cannot be captured: %s", str(error).partition("\n")[0])
             self._captures = False
-            return
-        torch.cuda.current_stream(self.token.device).wait_stream(stream)
-        self._graph, self._logits = graph, logits
+            for layer, before in zip(held, counts, strict=True):
+                layer.held = before
+            return False
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graphs[kind] = graph, logits
+        return True
 
 
 @functools.cache

@@ -329,9 +329,9 @@ def select_kernel(
         tl.store(ids_ptr + M - window_pages + off_m, last + off_m, mask=off_m < window_pages)
         off_c = tl.arange(0, BLOCK_C)
         if (GROUP == 0) | (last <= BLOCK_C):
-            key = tl.load(keys_ptr + off_c, mask=off_c < (last + 15) // 16 * 16, other=-1)
-            low, stop = ends(key, M, WARPS)
-            choose(ids_ptr, off_c, key, low, stop, wanted, WARPS)
+            every = tl.load(keys_ptr + off_c, mask=off_c < (last + 15) // 16 * 16, other=-1)
+            low, stop = ends(every, M, WARPS)
+            choose(ids_ptr, off_c, every, low, stop, wanted, WARPS)
         elif GROUP > 0:
             groups = (last + GROUP - 1) // GROUP
             at = maxima_ptr + row * stride_m_b + head * stride_m_h + off_c

@@ -67,9 +67,6 @@ MAX_CHUNKS = 1024
 REGISTERS = {4: 128, 8: 128}
 PROGRAMS = {4: 16, 8: 16}
 
-# In tables of no more pages, whose scan is one short wave, the next launch costs more beside it than behind it.
-SHORT = 16384
-
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = 1.4426950408889634
 # What one is in a logit's fp16 operands: their range in logits is 256 times that of fp16.
@@ -241,13 +238,11 @@ def score_hopper_kernel(
     PACKED: tl.constexpr,
     ASM: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    RELEASE: tl.constexpr,
 ):
     """log_mass of neighbouring chunks of one (row, KV head), and each chunk's log-sum-exp; scale is in log2."""
     # The barriers are made while what was launched before ends.
     buffer = buffer_address(zero, NBYTES, ASM)
     wait(DEPENDENT)
-    release(RELEASE)
     head = tl.program_id(1).to(tl.int64)
     if BLOCK_B > 1:
         off_b = tl.arange(0, BLOCK_B)
@@ -340,6 +335,9 @@ def score_hopper_kernel(
                 n = i * 8
                 half = (i + turns) & 1
                 wait_for_copies(buffer, half, ((i + turns) >> 1) & 1, NBYTES, ASM)
+                # The next launch starts beside the last step: not sooner, when it would be in the way.
+                if (i + 1 == end) & (first + 8 >= G):
+                    release(DEPENDENT)
                 at = buffer + half * (8 * NBYTES)
                 source = (at, rec_ptr, block_table_ptr, n, last_block, stride_r_b, stride_r_p)
                 sums = (tl.zeros((32,), tl.float32),) * 4
@@ -495,7 +493,6 @@ def score_hopper(
     config = config or default_config(fmt.rank, Hq // Hkv, D, q.device)
     programs = PROGRAMS[fmt.rank] if config.programs is None else config.programs
     slots = max(1, min(B * partial.shape[2], programs_that_fit(q.device, programs) // Hkv))
-    waits = dependent(score_hopper_kernel, q.device)
     # More rows than one share their programs out by length: one long row has as many as if it were alone.
     score_hopper_kernel[(slots if B == 1 else slots + B, Hkv)](
         q,
@@ -533,8 +530,7 @@ def score_hopper(
         ASM=compiled,
         num_warps=1,
         num_stages=1,
-        **waits,
-        RELEASE=waits["DEPENDENT"] and log_mass.shape[2] > SHORT,
+        **dependent(score_hopper_kernel, q.device),
         **({"maxnreg": config.registers} if compiled and config.registers is not None else {}),
     )
 

@@ -398,8 +398,16 @@ def _refuse_arguments(module: nn.Module, kwargs: dict[str, Any], *, window: bool
             )
 
 
+def _mask(**kwargs: Any) -> Tensor | None:
+    """SDPA's mask. One token without padding has none: while a graph is captured transformers would make it one."""
+    one = kwargs.get("q_length") == 1 and kwargs.get("attention_mask") is None
+    if one and kwargs.get("local_size") is None and kwargs.get("allow_is_causal_skip", True):
+        return None
+    return AttentionMaskInterface()["sdpa"](**kwargs)
+
+
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+AttentionMaskInterface.register(NAME, _mask)
 
 
 def enable(model: PreTrainedModel, config: LocksConfig | None = None) -> PreTrainedModel:

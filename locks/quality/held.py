@@ -184,8 +184,9 @@ class HeldLayer(hf.PagedLayer):
         blocks = self.block_table.long().gather(1, at[:, None] // BLOCK)[:, 0]
         self.k_cache[blocks, :, at % BLOCK] = key_states[:, :, 0]
         self.v_cache[blocks, :, at % BLOCK] = value_states[:, :, 0]
-        # No earlier query saw it.
-        self.state.weights[torch.arange(len(at), device=at.device), :, :, at] = 0
+        # No earlier query saw it. A number in place of a tensor would come from the host, which no graph may wait for.
+        weights = self.state.weights
+        weights[torch.arange(len(at), device=at.device), :, :, at] = weights.new_zeros(())
         self.seq_lens += 1
         self.held = [count + 1 for count in self.held]
         self.columns += 1
@@ -203,7 +204,7 @@ class HeldLayer(hf.PagedLayer):
         seen = self.state.weights[rows, :, :, : self.budget]
         kept = self.evictor.keep(seen, keys, self.budget)
         self._put(rows, *_taken(kept, keys, values, seen))
-        self.seq_lens[rows] = kept.shape[-1]
+        self.seq_lens[rows] = torch.full_like(self.seq_lens[rows], kept.shape[-1])
         self.held = [kept.shape[-1] if count == self.budget else count for count in self.held]
 
     @property

@@ -255,17 +255,30 @@ def vllm_serving() -> str:
         f"leads by {lead(one)} nats at most (bfloat16). Its own answers to the same prompts in another order are alike "
         f"in {own['equal']} of {own['compared']}, and part at leads of up to {lead(own)}."
     )
-    load = next(row for row in rows_of if row["measure"] == "mixed" and row["impl"] == "locks")
+    loads = {
+        row["batch_invariant"]: row for row in rows_of if (row["measure"], row["impl"]) == ("mixed", "locks")
+    }
+    load, still = loads[False], loads[True]
     solo = load["solo"]
+
+    def served(load: dict[str, Any]) -> str:
+        return (
+            f"{load['finished']:,} requests finished, {load['aborted']:,} were aborted and {load['preempted']:,} "
+            f"preempted; {load['not_finite']} log-probabilities were no finite number; {load['sparse_rows']:,} decode "
+            f"rows were sparse, {load['eligible_rows']:,} of them, counted from the answers, longer than the budget"
+        )
+
     under = (
         f"{load['minutes']:.1f} minutes of mixed load (shared prefixes, preemption, aborts; budget {load['budget']}, "
-        f"rank {load['rank']}): {load['finished']:,} requests finished, {load['aborted']:,} were aborted and "
-        f"{load['preempted']:,} preempted; {load['not_finite']} log-probabilities were no finite number; "
-        f"{load['sparse_rows']:,} decode rows were sparse, {load['eligible_rows']:,} of them, counted from the "
-        "answers, longer than the budget (steps that were under way when a request ended give no answer). Of "
+        f"rank {load['rank']}): {served(load)} (steps that were under way when a request ended give no answer). Of "
         f"{solo['compared']} requests served again alone {solo['equal']} were answered alike; where one parted, vLLM's "
         f"first choice led by {lead(solo)} nats at most."
         + ("" if load["whole"] else " The run was cut while it served requests alone.")
+    )
+    alike = (
+        f"The same for {still['minutes']:.1f} minutes with `VLLM_BATCH_INVARIANT=1`: {served(still)}. Of "
+        f"{still['solo']['compared']} requests served again alone {still['solo']['equal']} were answered alike, to the "
+        "token."
     )
     ahead = next(row for row in rows_of if row["measure"] == "speculation")
     lone, same = ahead["solo"], ahead["reordered"]
@@ -283,7 +296,7 @@ def vllm_serving() -> str:
         f"{one['model']}, {one['gpu']}, vLLM {one['versions']['vllm']}; `bench/results/h200/vllm_serving.json`, by "
         "`PYTHONPATH=. python bench/vllm_serving.py parity speculation mixed`."
     )
-    return "\n\n".join((said, under, drafted, note))
+    return "\n\n".join((said, under, alike, drafted, note))
 
 
 def _result(name: str) -> dict[str, Any]:

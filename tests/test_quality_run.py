@@ -299,6 +299,23 @@ def test_every_selector_has_a_line_of_its_own_in_the_picture(tmp_path: Path):
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {("a", "full"): [1, 0, 1]},
+        # Another task that was tried under full attention alone, and a selector that one task lacks.
+        {("a", "full"): [1], ("b", "full"): [1], ("b", "locks"): [1, 1]},
+        {("a", "full"): [1], ("a", "oracle"): [1], ("b", "full"): [1], ("b", "locks"): [1]},
+        {("b", "oracle"): [0, 0, 0]},
+    ],
+)
+def test_a_picture_of_what_a_cut_run_has(tmp_path: Path, scores: dict[tuple[str, str], list[float]]):
+    mine = plan()
+    made = [row for row in summary.summarize(mine, rows_of(mine, scores)) if row["task"] != summary.MEAN]
+    figure.scores(made, tmp_path / "some.png")
+    assert (tmp_path / "some.png").stat().st_size > 10_000
+
+
 def test_a_task_that_some_config_lacks_is_in_no_mean_and_says_so():
     mine = plan()
     scores = {

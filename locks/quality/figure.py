@@ -20,11 +20,15 @@ MARKERS = "osD^vPX*<>hpd8H"
 
 
 def scores(summary: Sequence[Row], path: Path) -> None:
-    """Writes one row of two panels for each length: the tasks' mean, or the only task."""
+    """Writes one row of two panels for each length: the tasks' mean, or every task where there is none.
+
+    A task that only full attention has answered compares nothing: it has panels only where all are like that.
+    """
     chosen = [row for row in summary if row["task"] == MEAN]
     lengths = {row["length"] for row in chosen}
     chosen += [row for row in summary if row["length"] not in lengths]
-    panels = list(dict.fromkeys((row["length"], row["task"]) for row in chosen))
+    compared = [row for row in chosen if row["selector"] != FULL]
+    panels = list(dict.fromkeys((row["length"], row["task"]) for row in compared or chosen))
     names = [name for name in dict.fromkeys(row["selector"] for row in chosen) if name != FULL]
     colors = sns.color_palette("colorblind", len(names))
     looks = dict(zip(names, zip(colors, itertools.cycle(MARKERS), strict=False), strict=True))
@@ -35,8 +39,10 @@ def scores(summary: Sequence[Row], path: Path) -> None:
         rows = [row for row in chosen if (row["length"], row["task"]) == (length, task)]
         for name in names:
             mine = [row for row in rows if row["selector"] == name]
-            _line(left, [row["budget"] for row in mine], mine, name, looks[name])
-            _line(right, [_share(row) for row in mine], mine, name, looks[name])
+            # A line without points would leave a panel without limits, which no logarithm can be taken of.
+            if mine:
+                _line(left, [row["budget"] for row in mine], mine, name, looks[name])
+                _line(right, [_share(row) for row in mine], mine, name, looks[name])
         for panel in (left, right):
             for row in rows:
                 if row["selector"] == FULL:

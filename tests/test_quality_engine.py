@@ -8,8 +8,8 @@ import torch
 
 from locks import SummaryFormat, hf
 from locks.pages import budget_pages
-from locks.quality import engine, methods
-from locks.quality.evictors import Evictor
+from locks.quality import engine, methods, replay
+from locks.quality.evictors import EVICTORS, Evictor
 from locks.quality.example import Forced
 from locks.selectors import Locks
 
@@ -350,6 +350,44 @@ def test_replayed_steps_say_what_steps_say(model, rows, spec: str | None):
     for found in (made, read, traffic):
         each = len(found) // 4
         assert found[:each] == found[each : 2 * each] == found[2 * each : 3 * each] == found[3 * each :]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a graph can be captured here")
+def test_steps_that_cannot_be_captured_are_done_as_ever_and_said_once(model, rows, caplog):
+    replay._tell.cache_clear()
+    (method,) = methods.parse_methods("locks-r8")
+    evictor = EVICTORS["rkv"]()
+    with engine.enabled(model), torch.inference_mode():
+        prefilled = engine.prefill(model, [rows[0][:-1]], [evictor])
+        for selector in (method.make(64), evictor):
+            made: list[list[torch.Tensor]] = []
+            for captures in (False, True):
+                one = engine.Session(model, prefilled, selector, replays=True)
+                one.rewind(64)
+                one._expect(40)
+                assert one._replay is not None
+                one._replay._captures = captures
+                made.append([one.step(torch.tensor([token])).clone() for token in range(40)])
+                # That was tried, then, and it failed.
+                assert one._replay._captures is False
+                assert not one._replay._graphs
+            assert all(map(torch.equal, *made))
+    said = [record.message for record in caplog.records if "captured" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("a decode step cannot be captured: ")
+
+
+def test_what_a_warning_gives_as_a_reason_is_not_of_the_moment():
+    reasons = {
+        replay._reason(
+            torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size}.00 MiB. GPU 0 has a total capacity of 139.80 GiB.\nSee"
+            )
+        )
+        for size in (2, 20)
+    }
+    assert reasons == {"CUDA out of memory"}
+    assert replay._reason(RuntimeError("not permitted\nwhen capturing. So")) == "not permitted"
 
 
 def test_a_replay_decodes_behind_a_prompt_that_outgrows_its_room(model, rows):

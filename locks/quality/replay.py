@@ -77,10 +77,27 @@ class Replay:
 
     def _capture(self, kind: bool, held: list[HeldLayer]) -> bool:
         """Captures a step, which the host counts as done and the device has yet to do; whether that succeeds."""
-        device, counts = self.token.device, [layer.held for layer in held]
-        graph, stream = torch.cuda.CUDAGraph(), _stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        counts = [layer.held for layer in held]
+        # The allocator gives back nothing that it has cached while a graph is captured, and a graph's memory is new.
+        torch.cuda.empty_cache()
+        captured = self._captured()
+        if isinstance(captured, str):
+            # Nothing of it ran, so the step is done as ever. What it had allocated is free only now.
+            torch.cuda.empty_cache()
+            _tell(captured)
+            self._captures = False
+            for layer, before in zip(held, counts, strict=True):
+                layer.held = before
+            return False
+        self._graphs[kind] = captured
+        return True
+
+    def _captured(self) -> tuple[torch.cuda.CUDAGraph, Tensor] | str:
+        """A step's graph and its logits, or why there is none."""
+        device = self.token.device
         try:
+            graph, stream = torch.cuda.CUDAGraph(), _stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 # Other threads of the process may use the device meanwhile.
                 graph.capture_begin(capture_error_mode="thread_local")
@@ -89,17 +106,22 @@ class Replay:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            # Nothing of it ran, so the step is done as ever.
-            _log.warning("a decode step cannot be captured: %s", str(error).partition("\n")[0])
-            self._captures = False
-            for layer, before in zip(held, counts, strict=True):
-                layer.held = before
-            return False
+            return _reason(error)
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._graphs[kind] = graph, logits
-        return True
+        return graph, logits
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def _reason(error: RuntimeError) -> str:
+    """An error's first sentence; what follows is of the moment: bytes, addresses."""
+    return str(error).partition("\n")[0].partition(". ")[0]
+
+
+@functools.cache
+def _tell(reason: str) -> None:
+    """Warns, once a process and reason: every batch of a full device would say the same."""
+    _log.warning("a decode step cannot be captured: %s", reason)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionMaskInterface, masking_utils
+from transformers.masking_utils import causal_mask_function
 
 from locks import hf
 from locks.hf_cache import BLOCK
@@ -176,3 +178,28 @@ def test_a_fork_with_a_budget_goes_on_from_a_cache_without(model: Any, copied: l
     stats = hf.stats(model)
     assert (stats.sparse_rows, stats.dense_rows) == (LAYERS, 2 * LAYERS)
     torch.testing.assert_close(got[0], got[1], rtol=1e-4, atol=1e-4)
+
+
+def test_one_token_without_padding_has_no_mask_and_everything_else_has_sdpas(monkeypatch: pytest.MonkeyPatch):
+    # As while a graph is captured: then transformers makes every mask.
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
+
+    def masks(**changed: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        given: dict[str, Any] = {"batch_size": 2, "q_length": 1, "kv_length": 5, "q_offset": 4, **changed}
+        given |= {"mask_function": causal_mask_function, "device": torch.device("cpu")}
+        return AttentionMaskInterface()[hf.NAME](**given), AttentionMaskInterface()["sdpa"](**given)
+
+    ours, sdpa = masks(attention_mask=None)
+    assert ours is None
+    assert sdpa is not None
+    padding = torch.tensor([[False, True, True, True, True], [True] * 5])
+    for changed in (
+        {"attention_mask": padding},
+        {"attention_mask": None, "allow_is_causal_skip": False},
+        {"attention_mask": None, "local_size": 3},
+        {"attention_mask": None, "q_length": 2, "q_offset": 3},
+    ):
+        ours, sdpa = masks(**changed)
+        assert ours is not None
+        assert sdpa is not None
+        torch.testing.assert_close(ours, sdpa)

@@ -2,12 +2,14 @@
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
 from locks import api, hf
@@ -381,3 +383,71 @@ def test_what_a_step_does_to_the_counts_is_known_before_it(model, name: str):
         assert set(kinds) == {True, False}
         layer.held = [64, 63]
         assert layer.kind is None
+
+
+class OnDevice(TorchFunctionMode):
+    """Refuses what brings numbers from the host to a tensor, or back: no graph of a GPU's may wait for them."""
+
+    BACK = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        if name in self.BACK:
+            raise AssertionError(f"{name} waits for the device")
+        if name in ("tensor", "as_tensor") and not isinstance(args[0], torch.Tensor):
+            raise AssertionError(f"{name} copies {args[0]} from the host")
+        if name == "__setitem__" and not isinstance(args[2], torch.Tensor):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            # Slices are filled by a kernel, what tensors point at is not.
+            if any(isinstance(one, torch.Tensor) for one in index):
+                raise AssertionError(f"__setitem__ copies {args[2]} from the host")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_of_an_evictor_takes_nothing_from_the_host_and_gives_it_nothing(model, name: str):
+    prompts, evictor = ids(50, 50), EVICTORS[name]()
+    with engine.enabled(model), torch.inference_mode():
+        batch = engine.prefill(model, [row[:-1] for row in prompts], [evictor])
+        session = engine.Session(model, batch, evictor)
+        session.rewind(64)
+        layers = session.cache.layers
+        key = torch.randn(2, layers[0].k_cache.shape[1], 1, layers[0].k_cache.shape[3])
+        q = torch.randn(2, key.shape[1] * GROUP, key.shape[3])
+        kinds = set()
+        for _ in range(60):
+            for layer in layers:
+                assert isinstance(layer, held.HeldLayer)
+                kinds.add(layer.kind)
+                layer.expect(None)
+                with OnDevice():
+                    layer.update(key, key)
+                    evictor.page_mass(
+                        q, layer.state, layer.k_cache, layer.block_table, layer.seq_lens, scale=SCALE
+                    )
+        assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda x, at: x.__setitem__((at, at), 0),
+        lambda x, at: x.__setitem__(at, 1.0),
+        lambda x, at: torch.tensor([1], device=x.device),
+        lambda x, at: bool(x.any()),
+        lambda x, at: x.sum().item(),
+    ],
+)
+def test_what_no_graph_may_wait_for_is_refused(does: Callable[[torch.Tensor, torch.Tensor], object]):
+    x, at = torch.zeros(3, 3), torch.arange(3)
+    with OnDevice():
+        x[:1] = 1
+        x[at] = x.new_zeros(())
+        with pytest.raises(AssertionError, match=r"from the host|waits for the device"):
+            does(x, at)

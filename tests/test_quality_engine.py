@@ -394,11 +394,13 @@ def test_a_replay_decodes_behind_a_prompt_that_outgrows_its_room(model, rows):
     (method,) = methods.parse_methods("locks-r8")
     with engine.enabled(model):
         prefilled = engine.prefill(model, [rows[0][:-1]])
-        room = prefilled.cache.layers[0].block_table.shape[1]
+        layer = prefilled.cache.layers[0]
+        assert isinstance(layer, hf.PagedLayer)
+        room = layer.block_table.shape[1]
         made = []
         for replays in (True, False):
             one = engine.Session(model, prefilled, method.make(64), replays=replays)
             one.rewind(64)
             made.append(one.generate([rows[0][-1:]], [180], []))
-        assert prefilled.cache.layers[0].block_table.shape[1] > room
+        assert layer.block_table.shape[1] > room
     assert made[0] == made[1]

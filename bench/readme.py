@@ -318,7 +318,7 @@ def _by_budget(rows: list[dict[str, Any]], other: str, count: int, digits: int =
 
     def cell(row: dict[str, Any] | None) -> str:
         if row is None:
-            return ""
+            return "not run"
         said = f"{row['score']:.{digits}f}" + ("" if row["n"] == count else f" (n {row['n']})")
         return said + _paired(row, other, digits, unit)
 
@@ -338,6 +338,9 @@ def ruler(name: str = "ruler", other: str = "oracle") -> str:
     full, recipe = next(row for row in means if row["selector"] == "full"), result["recipe"]
     named = full.get("tasks", [full["task"]])
     tasks = {row["task"]: row for row in result["rows"] if row["selector"] == "full"}
+    examples = (
+        f"{full['n']}" + (f" of {full['expected']}" if full["n"] < full["expected"] else "") + " examples"
+    )
     counts = sorted({row["n"] for name, row in tasks.items() if name in named})
     each = " to ".join(str(n) for n in (counts[:1] + counts[-1:])[: len(counts)])
     left = ", ".join(f"{name} ({tasks[name]['score']:.1f})" for name in result["left_out"])
@@ -345,7 +348,7 @@ def ruler(name: str = "ruler", other: str = "oracle") -> str:
     of = f"mean of {len(named)} tasks" if len(named) > 1 else named[0]
     note = (
         f"Points, {of} at {full['length']:,} tokens, and the paired difference from "
-        f"{partner}; full attention {full['score']:.1f}; {full['n']} examples, {each} a task; "
+        f"{partner}; full attention {full['score']:.1f}; {examples}, {each} a task; "
         f"left out, with full attention's points: {left or 'none'}. {recipe['seconds'] / 60:.1f} minutes of training "
         f"on one {result['device']['name']} (D = {recipe['head_dim']}, G = {recipe['group']}, {recipe['layers']} "
         f"layers){_rope(result)}; `bench/results/quality/{name}.json`, by `{result['command']}`."
@@ -381,9 +384,22 @@ def reading(name: str) -> str:
     note = (
         f"{what}, and the paired difference from full attention ({full['score']:.{digits}f}"
         f"{'; in percent' if forced else ''}); {result['model']}, {full['n']} examples; {result['device']['name']}, "
-        f"{result['dtype']}; `bench/results/quality/{name}.json`, by `{result['command']}`."
+        f"{result['dtype']}{_cut(result['cut_short'])}; `bench/results/quality/{name}.json`, by `{result['command']}`."
     )
     return _by_budget(result["rows"], "full", full["n"], digits, " %" if forced else "") + "\n\n" + note
+
+
+def _cut(lines: list[dict[str, Any]]) -> str:
+    """Which lines of a result that was cut have no or not all examples."""
+    if not lines:
+        return ""
+    said: dict[str, list[str]] = {}
+    for line in lines:
+        part = f"{line['budget'] or 'all'}" + (f" ({line['n']} examples)" if line["n"] else "")
+        said.setdefault(line["selector"], []).append(part)
+    return "; the run was cut before " + ", ".join(
+        f"{name} at {' and '.join(budgets)} tokens" for name, budgets in said.items()
+    )
 
 
 TABLES = {

@@ -34,6 +34,10 @@ def test_every_selector_has_a_process_and_all_one_result(tmp_path: Path):
     assert cut.returncode == 1
     assert "cut short: 6 answers are missing" in cut.stderr
     assert result["rows"] == []
+    assert result["cut_short"] == [
+        {"task": "perplexity", "length": 400, "selector": name, "budget": budget, "n": 0, "expected": 2}
+        for name, budget in (("full", None), ("locks-r8", 64), ("h2o", 64))
+    ]
     whole, result = call()
     assert whole.returncode == 0, whole.stderr
     assert result["command"].endswith(
@@ -45,6 +49,7 @@ def test_every_selector_has_a_process_and_all_one_result(tmp_path: Path):
         ("locks-r8", 64, 2),
         ("h2o", 64, 2),
     ]
+    assert result["cut_short"] == []
     assert {"score", "ci_low", "ci_high", "rank", "page", "bits", "model", "task"} <= set(result["rows"][0])
     assert all("minus_full" in row for row in result["rows"][1:])
     # What is logged is not answered again, and a line that was cut off does not count.

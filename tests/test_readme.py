@@ -23,7 +23,8 @@ def test_the_tables_are_current() -> None:
 
 def _row(selector: str, budget: int | None, score: float, **more: Any) -> dict[str, Any]:
     row = {"task": "mean", "length": 102400, "selector": selector, "budget": budget, "score": score, "n": 48}
-    return {**row, "unit": "points", **more}
+    row |= {"unit": "points", "expected": 48, **more}
+    return row
 
 
 def _write(root: Path, name: str, result: dict[str, Any]) -> None:
@@ -41,7 +42,7 @@ def test_a_table_beyond_the_trained_length(tmp_path: Path, monkeypatch: pytest.M
         _row("full", None, 99.0, **tasks),
         _row("locks-r8", 2048, 98.5, **minus, **tasks),
         _row("quest", 2048, 80.0, **minus, **{**tasks, "n": 40}),
-        *(_row("full", None, 99.0, task=task, n=24) for task in ("niah_single_1", "vt")),
+        *(_row("full", None, 99.0, task=task, n=24, expected=30) for task in ("niah_single_1", "vt")),
         _row("full", None, 12.0, task="fwe", n=4),
     ]
     recipe = {"length": 16384, "seconds": 120, "head_dim": 128, "group": 4, "layers": 30}
@@ -64,7 +65,7 @@ def test_a_table_beyond_the_trained_length(tmp_path: Path, monkeypatch: pytest.M
     )
     made = readme.ruler("ruler_long", "full")
     assert "Points, vt at 102,400 tokens" in made
-    assert "full attention 99.0; 24 examples, 24 a task" in made
+    assert "full attention 99.0; 24 of 30 examples, 24 a task" in made
     assert "given theta 3,200,000 without training" in made
 
 
@@ -77,18 +78,27 @@ def test_tables_of_what_is_read_token_by_token(tmp_path: Path, monkeypatch: pyte
     ]
     for row in rows:
         row["unit"] = "perplexity"
-    _write(tmp_path, "perplexity", {"model": "small", "rows": rows})
+    _write(tmp_path, "perplexity", {"model": "small", "cut_short": [], "rows": rows})
     made = readme.reading("perplexity")
     assert "| locks-r8 | 12.40, +0.51 % (0.25 to 0.75) |" in made
-    assert "from full attention (12.34; in percent); small, 48 examples; one GPU, bfloat16" in made
+    assert "from full attention (12.34; in percent); small, 48 examples; one GPU, bfloat16; `bench" in made
     rows = [
         _row("full", None, 90.0, task="longgen"),
         *(_row("locks-r8", budget, 80.0, task="longgen", **minus) for budget in (128, 512)),
         _row("h2o", 512, 10.0, task="longgen", **minus),
     ]
-    _write(tmp_path, "longgen", {"model": "small", "rows": rows})
+    cut = [
+        {"selector": "locks-r8", "budget": 512, "n": 12, "expected": 48},
+        {"selector": "h2o", "budget": 64, "n": 0, "expected": 48},
+        {"selector": "h2o", "budget": 128, "n": 0, "expected": 48},
+    ]
+    _write(tmp_path, "longgen", {"model": "small", "cut_short": cut, "rows": rows})
     made = readme.reading("longgen")
     assert "|  | 128 tokens | 512 tokens |" in made
     assert "| locks-r8 | 80.0, +0.5 (0.2 to 0.8) | 80.0, +0.5 (0.2 to 0.8) |" in made
-    assert "| h2o |  | 10.0, +0.5 (0.2 to 0.8) |" in made
+    assert "| h2o | not run | 10.0, +0.5 (0.2 to 0.8) |" in made
+    assert (
+        "the run was cut before locks-r8 at 512 (12 examples) tokens, h2o at 64 and 128 tokens; `bench"
+        in made
+    )
     assert "102,400 decoded tokens, and the paired difference from full attention (90.0)" in made

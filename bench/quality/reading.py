@@ -164,6 +164,7 @@ def main(
         "versions": doctor.versions(),
         "commit": commit.strip(),
         "date": datetime.date.today().isoformat(),
+        "cut_short": summary.cut_short(plan, rows),
         "rows": [{"model": common["model"], **row} for row in rows],
     }
     out.parent.mkdir(parents=True, exist_ok=True)

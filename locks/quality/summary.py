@@ -163,6 +163,21 @@ def missing(plan: Plan, rows: Sequence[Row]) -> int:
     return expected - held
 
 
+def cut_short(plan: Plan, summary: Sequence[Row]) -> list[Row]:
+    """The lines of a summary that lack examples, those without any too: where they are, `n` and `expected`."""
+    counts = {(row["task"], row["length"], row["selector"], row["budget"]): row["n"] for row in summary}
+    lines = []
+    for task in plan.tasks:
+        for config in plan.configs:
+            facts = config.facts(plan.page)
+            place = {"task": task.name, "length": task.length}
+            place |= {name: facts[name] for name in ("selector", "budget")}
+            count = counts.get(tuple(place.values()), 0)
+            if count < len(task.indices):
+                lines.append({**place, "n": count, "expected": len(task.indices)})
+    return lines
+
+
 def table(summary: Sequence[Row]) -> Table:
     """The summary for a terminal."""
     shown = Table(

@@ -197,7 +197,7 @@ def angles(table: Table) -> Figure:
             title=f"P = {page}",
             xlabel="rank of the page's subspace",
             ylabel="mean square cosine of the angles",
-            ylim=(0, 1),
+            ylim=(0, 1.04),
         )
     legend(figure, axes)
     return figure

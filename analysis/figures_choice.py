@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import seaborn as sns
 from figures import MARKERS, PALETTE, legend, lines, panels, powers
 from matplotlib.figure import Figure
@@ -91,36 +90,31 @@ def pareto(table: Table, page: int, wanted: Sequence[int]) -> Figure:
 
 
 def decoded(table: Table) -> Figure:
-    """KL to dense and digits right by budget, of what was decoded."""
+    """KL to dense and digits right by budget, at default bits and P = 16; a column for each of the highest ranks."""
     data = named(table)
-    data = data[data["kl"].notna()].copy()
-    rank = data["rank"].map(lambda r: "" if pd.isna(r) else f" R = {int(r)}")
-    data["name"] = data["who"] + np.where(
-        data["who"] == "page-local", ", P = " + data["page"].astype(int).astype(str) + "," + rank, rank
-    )
-    data = data[(data["bits"].isna() | data["bits"].eq("8/4/4")) & data["page"].eq(16)]
-    data.loc[data["who"].str.startswith("shared"), "name"] = data["who"] + ", bytes of" + rank
-    wanted = [
-        n
-        for n in dict.fromkeys(data["name"])
-        if "mean key" not in n and "random" not in n and "R = 1" not in n
-    ]
-    order = sorted(
-        wanted, key=lambda n: list(WHO.values()).index(next(w for w in WHO.values() if n.startswith(w)))
-    )[:8]
-    figure, axes = panels(1, 2, (6.4, 4.6))
-    for ax, (name, label) in zip(
-        axes, (("kl", "KL to dense, nats a token"), ("digits", "share of digits right")), strict=True
-    ):
-        lines(ax, data[data["name"].isin(order)], "budget", name, "name", order, shift=0.02)
-        powers(ax, sorted({int(b) for b in data["budget"]}))
-        ax.set(xlabel=BUDGET, ylabel=label)
-    axes[0].set_yscale("log")
-    # A few questions decide small means: their intervals reach down to nothing.
-    shown = data.loc[data["name"].isin(order), "kl"]
-    axes[0].set_ylim(bottom=float(shown[shown > 0].min()) / 3)
+    data = data[data["kl"].notna() & data["page"].eq(16) & data["bits"].fillna("8/4/4").eq("8/4/4")]
+    ranks = sorted({int(r) for r in data["rank"].dropna()})[-3:]
+    ways = ("page-local", "shared, fitted to the cache", "shared, fitted to other text", "Quest", "oracle")
+    order = [name for name in ways if name in set(data["who"])]
+    shown = {"kl": "KL to dense, nats a token", "digits": "share of digits right"}
+    figure, axes = panels(len(shown), len(ranks))
     dense = table[table["selector"] == "dense"]["digits"]
-    axes[1].axhline(float(dense.iloc[0]), color="#9a9a9a", linewidth=2, zorder=0, label="dense attention")
+    for row, (name, label) in enumerate(shown.items()):
+        for column, rank in enumerate(ranks):
+            ax = axes[len(ranks) * row + column]
+            # Quest and the oracle have no rank: they stand in every column.
+            some = data[data["who"].isin(order) & data["rank"].fillna(rank).eq(rank)]
+            lines(ax, some, "budget", name, "who", order, shift=0.04)
+            powers(ax, sorted({int(b) for b in data["budget"]}))
+            ax.set(title=f"R = {rank}, and the shared rank of its bytes", xlabel=BUDGET, ylabel=label)
+            if name == "kl":
+                ax.set_yscale("log")
+                # A few questions decide small means: their intervals reach down to nothing.
+                ax.set_ylim(bottom=float(some.loc[some["kl"] > 0, "kl"].min()) / 3)
+            else:
+                ax.axhline(
+                    float(dense.iloc[0]), color="#9a9a9a", linewidth=2, zorder=0, label="dense attention"
+                )
     legend(figure, axes[::-1], 3)
     return figure
 

@@ -157,11 +157,15 @@ def selection(table: Table) -> list[str]:
         cells = []
         for r in some.itertuples():
             told = [f"{r.carriers:.3f}"] * (r.carriers == r.carriers)
-            told += [f"KL {r.kl:.3f}, digits {r.digits:.2f}"] * (r.kl == r.kl)
+            told += [f"KL {r.kl:.3f}, digits {r.digits:.3f}"] * (r.kl == r.kl)
             who = f"{r.selector} ({r.fit})" if isinstance(r.fit, str) and r.fit else r.selector
             cells.append(f"{who} {', '.join(told)}")
         what = ", carriers kept" if some["carriers"].notna().any() else ""
-        said.append(f"Budget {int(budget)}, P = 16, the bytes of R = 4{what}: " + "; ".join(cells) + ".")
+        said.append(
+            f"Budget {int(budget)}, P = 16, rank 4 and the shared rank of its bytes{what}: "
+            + "; ".join(cells)
+            + "."
+        )
     return said
 
 

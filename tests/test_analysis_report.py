@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import attention
 import blind_sweep
 import blindness
 import capture_keys
 import contexts
+import figures_choice
 import findings
 import group_combine
 import key_rank
@@ -24,6 +26,7 @@ import selection
 import torch
 from selection import Part, Size
 from transformers import LlamaConfig, LlamaForCausalLM
+from ways import Way
 
 from locks import SummaryFormat, hf, reference
 from locks.baselines import SharedBasis, fit_shared
@@ -248,6 +251,46 @@ def test_a_part_takes_the_place_of_its_cells_alone():
 def test_ways_are_chosen_by_what_names_them(only: str, names: set[str]):
     ways = [way for way in selection.decoded_ways(full=False) if selection.chosen(way, only)]
     assert {f"{way.name} {way.fmt.rank} {way.fit}".strip() for way in ways} == names
+
+
+@pytest.mark.parametrize(("folder", "head_dim"), [("full", 64), ("full-d128", 128)])
+def test_committed_tables_hold_every_way_at_every_budget(folder: str, head_dim: int):
+    table: outputs.Table = outputs.read_table(outputs.RESULTS / folder, "selection")
+    size = Size(13, 4000, selection.BUDGETS, full=True)
+
+    def rows(ways: list[Way]) -> set[str]:
+        cells = [
+            way.cells(head_dim, size.tokens) | {"budget": b} for way in ways for b in size.budgets_of(way)
+        ]
+        return {parts.name_of([row.get(key) for key in selection.KEYS]) for row in cells}
+
+    for column, wanted, measured in (
+        ("questions", rows(selection.offline_ways(full=True)), attention.MEASURES),
+        ("answered", {"dense|||||"} | rows(selection.decoded_ways(full=True)), ("digits", "kl")),
+    ):
+        some = table[table[column].notna()]
+        assert set(parts.names_of(some, selection.KEYS)) == wanted
+        assert set(some[column]) == {104}
+        assert (
+            some[[f"{name}{end}" for name in measured for end in ("", "_low", "_high")]]
+            .notna()
+            .all(axis=None)
+        )
+    assert table["digits"].dropna().between(0, 1).all()
+    notes = json.loads((outputs.RESULTS / folder / outputs.NOTES).read_text())["selection"]["parts"]
+    assert {(part["contexts"], part["dtype"]) for part in notes} == {(13, "float32")}
+
+
+def test_the_figure_of_digits_shows_every_fit_at_every_rank():
+    figure = figures_choice.decoded(outputs.read_table(outputs.RESULTS / "full", "selection"))
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    shared = ["shared, fitted to the cache", "shared, fitted to other text"]
+    assert names == ["page-local", *shared, "Quest", "oracle", "dense attention"]
+    ranks = [ax.get_title().split(",")[0] for ax in figure.axes]
+    assert ranks == ["R = 2", "R = 4", "R = 8"] * 2
+    for ax in figure.axes:
+        drawn = [line for line in ax.get_lines() if len(line.get_xdata()) == len(selection.BUDGETS)]  # type: ignore[arg-type]
+        assert len(drawn) >= 5
 
 
 def test_the_theorem_predicts_the_carriers_rank():

@@ -328,6 +328,19 @@ def test_sealing_page_by_page_equals_sealing_at_once(name: str) -> None:
     assert torch.equal(got.log_mass, want.log_mass)
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_a_step_that_fills_no_page_changes_nothing(name: str) -> None:
+    """Between two pages' ends, where the newest page's slots behind the row hold nan."""
+    case = make_case([77, 130])
+    selector = selector_for(name, case)
+    state = sealed(selector, case)
+    parts = (state,) if isinstance(state, Tensor) else state.parts
+    before = [part.clone() for part in parts]
+    selector.seal(state, *case.table, start=case.seq_lens - 1, max_new_pages=1)
+    for part, old in zip(parts, before, strict=True):
+        assert torch.equal(part, old)
+
+
 def test_shared_basis_keeps_its_first_fit() -> None:
     case = make_case([130])
     selector = selector_for("shared", case)

@@ -25,6 +25,7 @@ BACKEND_REASONS = {
     "attention type": f"encoder or cross attention; {WITHOUT}",
     "sliding window": f"sliding-window attention: its layers would need pages of another size; {WITHOUT}",
     "non-causal": f"non-causal attention; {WITHOUT}",
+    "batch invariance": "VLLM_BATCH_INVARIANT: vLLM's attention does not promise it on this device; unset it",
     "PCP": "prefill context parallelism: set --prefill-context-parallel-size 1",
 }
 # Drafts of these methods come from the text, not from a model with a cache of its own.

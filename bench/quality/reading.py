@@ -10,7 +10,6 @@ goes on from. A run that is cut (or interrupted) writes what it has; it exits wi
 from __future__ import annotations
 
 import concurrent.futures
-import datetime
 import itertools
 import json
 import os
@@ -23,11 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import result
 import torch
 import typer
 
-from locks import doctor
-from locks.quality import figure, summary
+from locks.quality import summary
 from locks.quality.example import Task
 from locks.quality.log import Row
 from locks.quality.methods import FULL, parse_budgets, parse_methods
@@ -156,23 +155,7 @@ def main(
     rows = summary.summarize(plan, log)
     said = f"python bench/quality/reading.py {family} --length {length} --selectors {selectors} --budgets {budgets}"
     said += f" --examples {examples} --batch {batch}" + (f" --model {model}" if model else "")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
-    result = {
-        "command": said,
-        **common,
-        "device": doctor.device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "versions": doctor.versions(),
-        "commit": commit.strip(),
-        "date": datetime.date.today().isoformat(),
-        "cut_short": summary.cut_short(plan, rows),
-        "rows": [{"model": common["model"], **row} for row in rows],
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_suffix(".unfinished")
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    beside.replace(out)
-    if rows:
-        figure.scores(rows, out.with_suffix(".png"))
+    result.write(out, {"command": said, **common, "cut_short": summary.cut_short(plan, rows)}, rows)
     for row in rows:
         typer.echo(
             f"{row['selector']:10s} {row['budget'] or '':>5} {row['score']:6.2f} [{row['ci_low']:.2f}, "

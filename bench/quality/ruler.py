@@ -16,25 +16,22 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import datetime
 import functools
 import json
 import multiprocessing
-import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import result
 import torch
 import typer
 from tqdm import tqdm
 
-from locks import doctor
 from locks.models import load_model
-from locks.quality import command, figure, ruler, run, summary
+from locks.quality import command, ruler, run, summary
 from locks.quality.example import Task
 from locks.quality.log import BusyError, Log, Row
 from locks.quality.methods import parse_budgets, parse_methods
@@ -199,11 +196,7 @@ def write(setup: Setup, names: Sequence[str], said: str, out: Path) -> tuple[lis
     """The result file, whole or not at all, and its picture; returns its rows and the tasks that were learnt."""
     rows, learnt, left_out = collect(setup, names)
     recipe = setup.model / "recipe.json"
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = {
+    facts = {
         "command": said,
         "model": setup.model.name,
         "recipe": json.loads(recipe.read_text()) if recipe.is_file() else None,
@@ -212,19 +205,8 @@ def write(setup: Setup, names: Sequence[str], said: str, out: Path) -> tuple[lis
         "least": setup.least,
         "rope": parse_rope(setup.rope, setup.model) if setup.rope else None,
         "seed": setup.seed,
-        "device": doctor.device_facts(device),
-        "versions": doctor.versions(),
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "rows": [{"model": setup.model.name, **row} for row in rows],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Calls on the same logs may write at the same time.
-    beside = out.with_suffix(f".{os.getpid()}.unfinished")
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    beside.replace(out)
-    if rows:
-        figure.scores(rows, out.with_suffix(".png"))
+    result.write(out, facts, rows)
     return rows, learnt
 
 
